@@ -1,0 +1,111 @@
+"""Every metric jpd exports, by name, on a registry of its own.
+
+Knows what is measured, not when: the router, the workers' hosts and the frontends call in.
+`render` gives the Prometheus text of /metrics. No global registry, so several servers can live in
+one process.
+"""
+
+import re
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from jpd.request import Timeline
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_CREATED = re.compile(rb"(# (HELP|TYPE) )?jpd:\w+_created[ {]")
+
+LATENCY_BUCKETS_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+TOKEN_BUCKETS_SECONDS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0,
+)  # fmt: skip
+
+
+class Metrics:
+    """All metrics of one server. Thread-safe, as prometheus-client is."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._add_latencies()
+        self._add_counters()
+        self._add_gauges()
+
+    def _add_latencies(self) -> None:
+        long, short = LATENCY_BUCKETS_SECONDS, TOKEN_BUCKETS_SECONDS
+        self.time_to_first_token_seconds = self._histogram(
+            "time_to_first_token_seconds", "arrival to first token handed out", long
+        )
+        self.inter_token_latency_seconds = self._histogram(
+            "inter_token_latency_seconds", "gap between two consecutive tokens of a request", short
+        )
+        self.time_per_output_token_seconds = self._histogram(
+            "time_per_output_token_seconds", "mean gap of a request after its first token", short
+        )
+        self.request_queue_seconds = self._histogram(
+            "request_queue_seconds", "arrival to reservation held", long
+        )
+        self.request_prefill_seconds = self._histogram(
+            "request_prefill_seconds", "reservation to first token sampled", long
+        )
+        self.kv_transfer_seconds = self._histogram(
+            "kv_transfer_seconds", "first token sampled to last KV page on the decode worker", long
+        )
+
+    def _add_counters(self) -> None:
+        self.kv_transfer_bytes = self._counter("kv_transfer_bytes", "KV moved between meshes")
+        self.prefix_cache_hit_tokens = self._counter(
+            "prefix_cache_hit_tokens", "prompt tokens not computed, thanks to the prefix cache"
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of prefilled requests")
+        self.output_tokens = self._counter("output_tokens", "tokens handed to the frontends")
+        self.replayed_tokens = self._counter(
+            "replayed_tokens", "tokens prefilled again because a worker was lost"
+        )
+        self.requests = self._counter("requests", "ended requests", "outcome")
+        self.requests_failed = self._counter("requests_failed", "failed requests", "reason")
+        self.router_decisions = self._counter("router_decisions", "paths taken", "path")
+        self.retries = self._counter("retries", "attempts begun again", "reason")
+        self.unknown_attempts = self._counter(
+            "unknown_attempts", "messages about an attempt that is over"
+        )
+        self.compilations_after_ready = self._counter(
+            "compilations_after_ready", "compilations after the ready line; each is a fault"
+        )
+
+    def _add_gauges(self) -> None:
+        self.kv_pages_in_use = self._gauge("kv_pages_in_use", "pages of live attempts", "worker")
+        self.requests_waiting = self._gauge("requests_waiting", "waiting in the router for room")
+        self.requests_running = self._gauge(
+            "requests_running", "in a phase on a worker", "worker", "role"
+        )
+
+    def observe_phases(self, timeline: Timeline, num_output_tokens: int) -> None:
+        """Account for a request that ended; phases it never reached are left out."""
+        self.request_queue_seconds.observe(timeline.queue_seconds)
+        if num_output_tokens:
+            self.request_prefill_seconds.observe(timeline.prefill_seconds)
+        if timeline.transfer_seconds > 0.0 or timeline.kv_bytes:
+            self.kv_transfer_seconds.observe(timeline.transfer_seconds)
+        if num_output_tokens > 1:
+            self.time_per_output_token_seconds.observe(timeline.tpot_seconds)
+
+    def render(self) -> bytes:
+        """The Prometheus text format; serve it as CONTENT_TYPE."""
+        lines = generate_latest(self.registry).splitlines(keepends=True)
+        # Start times of counters: as many lines as the counters themselves, and nothing reads them.
+        return b"".join(line for line in lines if not _CREATED.match(line))
+
+    def value(self, name: str, **labels: str) -> float:
+        """One sample by its full name (`jpd:requests_total`); 0.0 when it was never touched."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"jpd:{name}", text, registry=self.registry, buckets=buckets)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"jpd:{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"jpd:{name}", text, labels, registry=self.registry)
