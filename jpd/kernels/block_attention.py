@@ -1,0 +1,163 @@
+"""Paged attention for CPU: one row and a block of its queries at a time, over blocks of its pages.
+
+A block of pages fits in a core's cache, so the KV cache crosses the memory bus once. The running
+softmax needs no second pass. Blocks that a row has not filled, that all its queries precede, or that
+its window has left behind are not read: cost follows each row's own length, not the longest.
+Chosen by `jpd.kernels.attention`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpd.kernels.scores import MASKED_SCORE, AttentionSettings, masked_scores, visible
+
+KEYS_PER_BLOCK = 256
+QUERIES_PER_BLOCK = 128
+
+
+class _Queries(NamedTuple):
+    """Queries of one row that are computed together."""
+
+    queries: jax.Array  # [T, K, G, H]
+    positions: jax.Array  # int32 [T]
+    page_table: jax.Array  # int32 [pages of the sequence]
+    kv_length: jax.Array  # int32
+
+
+class _Softmax(NamedTuple):
+    """A softmax under way: highest score, sum of exp(score - highest), and the same of the values."""
+
+    highest: jax.Array  # float32 [K, G, T]
+    total: jax.Array  # float32 [K, G, T]
+    values: jax.Array  # float32 [K, G, T, value width]
+
+
+def attend_in_blocks(
+    queries: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    query_positions: jax.Array,
+    kv_lengths: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    settings: AttentionSettings,
+) -> jax.Array:
+    """See `paged_attention`."""
+    num_rows, num_queries = query_positions.shape
+    width = min(num_queries, QUERIES_PER_BLOCK)
+    missing = -num_queries % width
+    if missing:
+        queries = jnp.pad(queries, ((0, 0), (0, missing), *((0, 0),) * 3))
+        query_positions = jnp.pad(query_positions, ((0, 0), (0, missing)), mode="edge")
+    per_row = (num_queries + missing) // width
+    blocks = _Queries(
+        queries.reshape(num_rows * per_row, width, *queries.shape[2:]),
+        query_positions.reshape(num_rows * per_row, width),
+        jnp.repeat(_whole_blocks(page_table, pages.shape[1]), per_row, axis=0),
+        jnp.repeat(kv_lengths, per_row),
+    )
+    out = jax.lax.map(lambda block: _attend(block, pages, sinks, settings), blocks)
+    return out.reshape(num_rows, num_queries + missing, *out.shape[2:])[:, :num_queries]
+
+
+def _pages_per_block(num_pages: int, page_size: int) -> int:
+    return min(num_pages, max(1, KEYS_PER_BLOCK // page_size))
+
+
+def _whole_blocks(page_table: jax.Array, page_size: int) -> jax.Array:
+    """The table widened to whole blocks with page 0, which is masked like all that is not written."""
+    num_pages = page_table.shape[1]
+    missing = -num_pages % _pages_per_block(num_pages, page_size)
+    return jnp.pad(page_table, ((0, 0), (0, missing)))
+
+
+def _attend(
+    block: _Queries, pages: jax.Array, sinks: jax.Array | None, settings: AttentionSettings
+) -> jax.Array:  # [T, K, G, value width]
+    page_size, num_pages = pages.shape[1], block.page_table.shape[0]
+    per_block = _pages_per_block(num_pages, page_size)
+    num_keys = per_block * page_size
+    width, kv_heads, group = block.queries.shape[:3]
+    low, high = settings.value_columns
+    state = _Softmax(
+        jnp.full((kv_heads, group, width), MASKED_SCORE, jnp.float32),
+        jnp.zeros((kv_heads, group, width), jnp.float32),
+        jnp.zeros((kv_heads, group, width, high - low), jnp.float32),
+    )
+
+    def add(i: jax.Array | int, state: _Softmax) -> _Softmax:
+        page_ids = jax.lax.dynamic_slice_in_dim(block.page_table, i * per_block, per_block)
+        return _add_keys(state, block, pages, page_ids, i * num_keys, settings)
+
+    if num_pages == per_block:
+        state = add(0, state)
+    else:
+        first, last = _reach(block, settings.sliding_window)
+        end = (last + num_keys) // num_keys
+        state = jax.lax.fori_loop(first // num_keys, end, add, state)
+    out = _finish(state, sinks)
+    return jnp.transpose(out, (2, 0, 1, 3)).astype(block.queries.dtype)
+
+
+def _reach(block: _Queries, sliding_window: int | None) -> tuple[jax.Array, jax.Array]:
+    """The first and the last key position that any query of the block can see."""
+    last = jnp.minimum(block.positions[-1], block.kv_length - 1)
+    if sliding_window is None:
+        return jnp.zeros_like(last), last
+    return jnp.maximum(block.positions[0] - sliding_window + 1, 0), last
+
+
+def _add_keys(
+    state: _Softmax,
+    block: _Queries,
+    pages: jax.Array,
+    page_ids: jax.Array,
+    first_position: jax.Array | int,
+    settings: AttentionSettings,
+) -> _Softmax:
+    """Take the keys and values of some pages into the running softmax."""
+    queries = block.queries
+    keys = _columns(pages, page_ids, 0, queries.shape[-1]).astype(queries.dtype)
+    values = _columns(pages, page_ids, *settings.value_columns).astype(queries.dtype)
+    products = jnp.einsum("tkgh,ksh->kgts", queries, keys, preferred_element_type=jnp.float32)
+    key_positions = first_position + jnp.arange(keys.shape[1], dtype=jnp.int32)
+    mask = visible(block.positions, key_positions, block.kv_length, settings.sliding_window)
+    scores = masked_scores(products, mask, settings)
+    highest = jnp.maximum(state.highest, jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - highest[..., None])
+    shrink = jnp.exp(state.highest - highest)
+    attended = jnp.einsum(
+        "kgts,ksh->kgth",
+        weights.astype(queries.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    return _Softmax(
+        highest,
+        state.total * shrink + jnp.sum(weights, axis=-1),
+        state.values * shrink[..., None] + attended,
+    )
+
+
+def _columns(pages: jax.Array, page_ids: jax.Array, low: int, high: int) -> jax.Array:
+    """[K, S, columns] of some pages: gathered, cut and transposed in one pass over the memory.
+
+    The barrier keeps the compiler from gathering once for keys and values, to copy both again.
+    """
+    found = pages.at[page_ids].get(mode="promise_in_bounds")[..., low:high]
+    found = found.reshape(-1, *found.shape[2:])
+    return jax.lax.optimization_barrier(jnp.transpose(found, (1, 0, 2)))
+
+
+def _finish(state: _Softmax, sinks: jax.Array | None) -> jax.Array:
+    """Divide by the sum; a sink takes part in it but carries no value."""
+    if sinks is None:
+        total = jnp.maximum(state.total, 1e-30)  # 0 where no block was read
+        return state.values / total[..., None]
+    sink_scores = sinks.astype(jnp.float32)[..., None]
+    highest = jnp.maximum(state.highest, sink_scores)
+    shrink = jnp.exp(state.highest - highest)
+    total = state.total * shrink + jnp.exp(sink_scores - highest)
+    return state.values * (shrink / total)[..., None]

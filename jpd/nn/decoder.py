@@ -1,0 +1,143 @@
+"""The decoder: embedding, layers, logits. One for all families; DecoderConfig holds what differs.
+
+Called by `jpd.engine` inside jit, with raw arrays put in by `jpd.nn.params.rebuild`.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpd.nn.attention import Attention, Placement
+from jpd.nn.config import DecoderConfig, LayerConfig, RopeConfig
+from jpd.nn.layers import RMSNorm, param, softcap
+from jpd.nn.mla import LatentAttention
+from jpd.nn.mlp import MLP
+from jpd.nn.moe import MoE
+from jpd.nn.rope import RopeTables, rope_tables
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Which pages the rows of a call own, and which of its tokens are real.
+
+    The real tokens of a row stand first and their positions ascend by one. Padding is written to
+    page 0.
+    """
+
+    page_table: jax.Array  # int32 [B, pages of a sequence]
+    kv_lengths: jax.Array  # int32 [B]: tokens in the cache after this call
+    valid: jax.Array  # bool [B, T]
+    rope_lengths: jax.Array | None = None
+    """int32 [B]: tokens of the whole prompt, which choose longrope's factors for all its chunks and
+    all that follows. None: `kv_lengths`."""
+
+
+class Layer(nnx.Module):
+    """One block: attention and feed-forward, each with its norms and residual."""
+
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, dtype: jnp.dtype) -> None:
+        def norm() -> RMSNorm:
+            shape, axes = (config.embed_dim,), ("embed",)
+            return RMSNorm(shape, dtype, axes, eps=config.norm_eps, offset=config.norm_offset)
+
+        self.attn = _attention(config, layer, dtype)
+        if layer.moe is None:
+            self.mlp = MLP(
+                config.embed_dim,
+                config.mlp_dim,
+                dtype,
+                act=config.activation,
+                bias=config.mlp_bias,
+            )
+        else:
+            self.moe = MoE(config, layer.moe, dtype)
+        self.is_dense = layer.moe is None
+        if config.norm_style != "post":
+            self.attn_norm, self.mlp_norm = norm(), norm()
+        if config.norm_style != "pre":
+            self.post_attn_norm, self.post_mlp_norm = norm(), norm()
+        self.config = config
+
+    def __call__(
+        self, x: jax.Array, tables: RopeTables | None, pages: jax.Array, place: Placement
+    ) -> tuple[jax.Array, jax.Array]:
+        pre, post = self.config.norm_style != "post", self.config.norm_style != "pre"
+        out, pages = self.attn(self.attn_norm(x) if pre else x, tables, pages, place)
+        x = x + (self.post_attn_norm(out) if post else out) * self.config.residual_scale
+        feed_forward = self.mlp if self.is_dense else self.moe
+        out = feed_forward(self.mlp_norm(x) if pre else x)
+        return x + (self.post_mlp_norm(out) if post else out) * self.config.residual_scale, pages
+
+
+def _attention(
+    config: DecoderConfig, layer: LayerConfig, dtype: jnp.dtype
+) -> Attention | LatentAttention:
+    if config.mla is None:
+        return Attention(config, layer, dtype)
+    return LatentAttention(config, config.mla, layer, dtype)
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer over a paged KV cache."""
+
+    def __init__(self, config: DecoderConfig, dtype: jnp.dtype) -> None:
+        self.embed = param((config.vocab_size, config.embed_dim), dtype, ("vocab", "embed"))
+        self.layers = nnx.List([Layer(config, layer, dtype) for layer in config.layers])
+        self.final_norm = RMSNorm(
+            (config.embed_dim,), dtype, ("embed",), eps=config.norm_eps, offset=config.norm_offset
+        )
+        if not config.tied_embeddings:
+            self.head = param((config.vocab_size, config.embed_dim), dtype, ("vocab", "embed"))
+        self.config = config
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, kv: tuple[jax.Array, ...], batch: PagedBatch
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """int32 tokens and positions [B, T] → hidden states [B, T, D] and the new pages."""
+        config = self.config
+        x = self.embed[...][tokens]
+        if config.embed_scale != 1.0:
+            x = x * jnp.asarray(config.embed_scale, x.dtype)
+        place = _place(positions, kv[0].shape[1], batch)
+        lengths = batch.kv_lengths if batch.rope_lengths is None else batch.rope_lengths
+        tables = self._rope_tables(positions, lengths)
+        new_kv = []
+        for layer, layer_config, pages in zip(self.layers, config.layers, kv, strict=True):
+            x, pages = layer(x, tables[layer_config.rope], pages, place)
+            new_kv.append(pages)
+        return x, tuple(new_kv)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states [..., D] → float32 logits [..., V]."""
+        config = self.config
+        table = (self.embed if config.tied_embeddings else self.head)[...]
+        logits = jnp.einsum(
+            "...d,vd->...v", self.final_norm(hidden), table, preferred_element_type=jnp.float32
+        )
+        if config.logits_scale != 1.0:
+            logits = logits * config.logits_scale
+        return softcap(logits, config.logits_softcap)
+
+    def _rope_tables(
+        self, positions: jax.Array, lengths: jax.Array
+    ) -> dict[RopeConfig, RopeTables | None]:
+        config = self.config
+        head_dim = config.head_dim if config.mla is None else config.mla.qk_rope_head_dim
+        ropes = dict.fromkeys(layer.rope for layer in config.layers)
+        return {rope: rope_tables(rope, head_dim, positions, lengths) for rope in ropes}
+
+
+def _place(positions: jax.Array, page_size: int, batch: PagedBatch) -> Placement:
+    """Find the page and the offset of every token; padding goes to page 0."""
+    columns = jnp.clip(positions // page_size, 0, batch.page_table.shape[1] - 1)
+    page_ids = jnp.take_along_axis(batch.page_table, columns, axis=1)
+    return Placement(
+        positions=positions,
+        page_table=batch.page_table,
+        kv_lengths=batch.kv_lengths,
+        page_ids=jnp.where(batch.valid, page_ids, 0),
+        offsets=positions % page_size,
+    )

@@ -1,0 +1,77 @@
+"""The parameters of a decoder as a flat list: what the checkpoint fills and jitted functions take.
+
+`abstract_params` needs no memory and no devices. `rebuild` is called inside jit: per step only a
+flat tuple of raw arrays crosses from Python, no module tree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpd.nn.config import DecoderConfig
+from jpd.nn.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter: its place in the module tree, and one logical axis name per dimension."""
+
+    path: str  # such as layers.0.attn.q
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: tuple[str, ...]
+
+    @property
+    def num_params(self) -> int:
+        size = 1
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderDef:
+    """The decoder without its arrays."""
+
+    graphdef: Any
+    treedef: Any
+
+
+@dataclass(frozen=True, slots=True)
+class AbstractParams:
+    """A decoder's definition and its parameters in the one order used everywhere."""
+
+    graphdef: DecoderDef
+    specs: tuple[ParamSpec, ...]
+
+    @property
+    def num_params(self) -> int:
+        return sum(spec.num_params for spec in self.specs)
+
+
+def abstract_params(config: DecoderConfig, dtype: Any) -> AbstractParams:
+    """Describe the parameters of `config` stored as `dtype`."""
+    graphdef, state = nnx.split(Decoder(config, jnp.dtype(dtype)))
+    treedef: Any = jax.tree.structure(state)
+    specs = []
+    for path, variable in jax.tree.leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Param)
+    ):
+        value = variable.get_value()
+        name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+        specs.append(
+            ParamSpec(name, tuple(value.shape), value.dtype, variable.get_metadata("axes"))
+        )
+    assert treedef.num_leaves == len(specs)
+    return AbstractParams(DecoderDef(graphdef, treedef), tuple(specs))
+
+
+def rebuild(graphdef: DecoderDef, leaves: Sequence[jax.Array]) -> Decoder:
+    """The decoder with `leaves`, in the order of `AbstractParams.specs`."""
+    state = jax.tree.unflatten(graphdef.treedef, list(leaves))
+    decoder: Decoder = nnx.merge(graphdef.graphdef, state)
+    return decoder
