@@ -1,0 +1,284 @@
+"""`open_model`: one name for a model, wherever it comes from.
+
+1. A card (.toml, or its bare name), a Hugging Face or Orbax folder, or a .gguf file is found.
+2. Its family translates the configuration; tokenizer and generation defaults are read.
+3. The weights are opened, not read.
+Called by the command line, the launcher and the planner.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from jpd.chat_template import ChatTemplates
+from jpd.checkpoint.card import ModelCard, card_folders, find_card, read_card
+from jpd.checkpoint.gguf_config import config_from_gguf
+from jpd.checkpoint.gguf_file import open_gguf
+from jpd.checkpoint.gguf_source import gguf_source
+from jpd.checkpoint.gguf_tokenizer import tokenizer_from_gguf
+from jpd.checkpoint.orbax_source import OrbaxSource, is_orbax_folder, open_orbax
+from jpd.checkpoint.package_weights import (
+    assembled_weights,
+    cache_folder,
+    file_sha256,
+    is_installed,
+)
+from jpd.checkpoint.safetensors_source import open_safetensors
+from jpd.checkpoint.sentencepiece_tokenizer import SentencePieceTokenizer, load_sentencepiece_file
+from jpd.checkpoint.source import TensorSource
+from jpd.errors import ConfigError, Problem
+from jpd.nn.config import DecoderConfig
+from jpd.nn.families import config_from_hf
+from jpd.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_huggingface_tokenizer,
+    read_tokenizer_config,
+    special_token_texts,
+)
+
+logger = logging.getLogger(__name__)
+
+WeightSource = TensorSource | OrbaxSource
+"""What `load_params` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling settings that the model's authors recommend; None: they say nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    do_sample: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as it was found. `source` None: its weights are not on this machine."""
+
+    name: str
+    spec: str
+    config: DecoderConfig
+    source: WeightSource | None
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]  # of config, generation_config and tokenizer together
+    generation: GenerationDefaults = GenerationDefaults()
+    num_params: int | None = None  # as the card says
+    raw_config: Mapping[str, Any] = field(default_factory=dict)  # the keys of config.json
+    hint: str = ""  # where its weights can be had
+
+    def require_source(self) -> WeightSource:
+        """The weights. Raises ConfigError when they are not here."""
+        if self.source is None:
+            rule = f"its weights are not on this machine{self.hint}"
+            raise ConfigError([Problem(self.spec, "model", self.name, rule)])
+        return self.source
+
+
+def open_model(spec: str, *, chat_template: str | None = None, need_weights: bool = True) -> Model:
+    """Open the model that `spec` names. Raises ConfigError with everything that is wrong with it.
+
+    `chat_template` is a file that replaces the model's own template. Without `need_weights` only
+    the configuration is read: `source` and `tokenizer` are None.
+    """
+    path = Path(spec).expanduser()
+    if path.suffix == ".toml" and path.is_file():
+        model = _from_card(read_card(path), spec, need_weights)
+    elif path.is_dir():
+        model = _from_folder(path, spec, need_weights)
+    elif path.is_file():
+        model = _from_gguf(path, spec, need_weights)
+    else:
+        card = find_card(spec)
+        if card is None:
+            raise ConfigError([_not_found(spec)])
+        model = _from_card(read_card(card), spec, need_weights)
+    if chat_template is not None:
+        model = replace(model, tokenizer=_with_template(model, Path(chat_template)))
+    return model
+
+
+def _not_found(spec: str) -> Problem:
+    known = sorted({card.stem for folder in card_folders() for card in folder.glob("*.toml")})
+    rule = (
+        "is not a card (.toml), a folder with config.json or a .gguf file, "
+        f"nor the name of a card: {', '.join(known)}"
+    )
+    return Problem("--model", "model", spec, rule)
+
+
+def _from_card(card: ModelCard, spec: str, need_weights: bool) -> Model:
+    config = config_from_hf(card.config, str(card.path))
+    model = _model(card.name, spec, config, card.config)
+    model = replace(model, num_params=card.num_params, hint=_hint(card))
+    weights = _card_weights(card) if need_weights else None
+    if weights is None:
+        return model
+    found = _from_folder(weights, spec) if weights.is_dir() else _from_gguf(weights, spec)
+    _check_same(card, weights, config, found.config)
+    eos_ids = _union(model.eos_token_ids, found.eos_token_ids)
+    return replace(
+        model,
+        source=found.source,
+        tokenizer=found.tokenizer,
+        eos_token_ids=eos_ids,
+        generation=found.generation,
+    )
+
+
+def _hint(card: ModelCard) -> str:
+    weights = card.weights
+    if weights.package is not None:
+        return f": install the package {weights.package.replace('_', '-')}"
+    if weights.path is not None:
+        return f": {weights.path} is not there"
+    if weights.huggingface is not None:
+        return f": download {weights.huggingface} and pass its folder as the model"
+    return ""
+
+
+def _card_weights(card: ModelCard) -> Path | None:
+    weights = card.weights
+    if weights.package is not None and is_installed(weights.package):
+        return assembled_weights(weights.package, weights.sha256, cache_folder())
+    if weights.path is None or not weights.path.exists():
+        return None
+    if weights.sha256 is not None and weights.path.is_file():
+        found = file_sha256(weights.path)
+        if found != weights.sha256:
+            rule = f"{weights.path} has sha256 {found}"
+            raise ConfigError([Problem(str(card.path), "weights.sha256", weights.sha256, rule)])
+    return weights.path
+
+
+def _check_same(card: ModelCard, weights: Path, told: DecoderConfig, found: DecoderConfig) -> None:
+    """The card must describe the weights it points to."""
+    problems = []
+    for item in fields(DecoderConfig):
+        ours, theirs = getattr(told, item.name), getattr(found, item.name)
+        if item.name not in ("eos_token_ids", "bos_token_id") and ours != theirs:
+            rule = f"the weights in {weights} say {theirs!r}"
+            problems.append(Problem(str(card.path), f"config ({item.name})", ours, rule))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _from_gguf(path: Path, spec: str, need_weights: bool = True) -> Model:
+    file = open_gguf(path)
+    raw = config_from_gguf(file)
+    config = config_from_hf(raw, str(path))
+    if not need_weights:
+        return _model(path.stem, spec, config, raw)
+    model = _model(path.stem, spec, config, raw, tokenizer_from_gguf(file))
+    return replace(model, source=gguf_source(file))
+
+
+def _from_folder(folder: Path, spec: str, need_weights: bool = True) -> Model:
+    raw = _read_json(folder / "config.json", required=True)
+    config = config_from_hf(raw, str(folder / "config.json"))
+    name = folder.resolve().name
+    if not need_weights:
+        return _model(name, spec, config, raw)
+    generation = _read_json(folder / "generation_config.json", required=False)
+    model = _model(name, spec, config, raw, _folder_tokenizer(folder), generation, str(folder))
+    source = open_orbax(folder) if is_orbax_folder(folder) else open_safetensors(folder)
+    return replace(model, source=source)
+
+
+def _folder_tokenizer(folder: Path) -> Tokenizer | None:
+    if (folder / "tokenizer.json").exists():
+        return load_huggingface_tokenizer(folder)
+    config = read_tokenizer_config(folder)
+    if (folder / "tokenizer.model").exists():
+        templates = ChatTemplates.from_folder(folder, config, special_token_texts(config))
+        return load_sentencepiece_file(folder / "tokenizer.model", config, templates)
+    if config:
+        message = "%s: neither tokenizer.json nor tokenizer.model: token ids only"
+        logger.warning(message, folder)
+    return None
+
+
+def _read_json(path: Path, required: bool) -> dict[str, Any]:
+    if not path.exists() and not required:
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem(str(path), path.name, str(error), "must be JSON")]) from error
+    if not isinstance(values, dict):
+        problem = Problem(str(path), path.name, type(values).__name__, "must be a JSON table")
+        raise ConfigError([problem])
+    return values
+
+
+def _model(
+    name: str,
+    spec: str,
+    config: DecoderConfig,
+    raw: Mapping[str, Any],
+    tokenizer: Tokenizer | None = None,
+    generation: Mapping[str, Any] | None = None,
+    file: str = "",
+) -> Model:
+    generation = generation or {}
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, config, file or spec)
+    eos_ids = _union(
+        config.eos_token_ids,
+        _ids(generation.get("eos_token_id")),
+        tokenizer.eos_token_ids if tokenizer is not None else (),
+    )
+    known = tuple(token_id for token_id in eos_ids if 0 <= token_id < config.vocab_size)
+    defaults = _generation_defaults(generation)
+    return Model(name, spec, config, None, tokenizer, known, defaults, raw_config=raw)
+
+
+def _union(*lists: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token_id for ids in lists for token_id in ids))
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
+
+
+def _generation_defaults(values: Mapping[str, Any]) -> GenerationDefaults:
+    def number(key: str) -> float | None:
+        value = values.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number and value is not None else None
+
+    top_k, do_sample = number("top_k"), values.get("do_sample")
+    return GenerationDefaults(
+        temperature=number("temperature"),
+        top_p=number("top_p"),
+        top_k=None if top_k is None else int(top_k),
+        min_p=number("min_p"),
+        do_sample=do_sample if isinstance(do_sample, bool) else None,
+    )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: DecoderConfig, file: str) -> None:
+    """Ordinary tokens must have an embedding; special ones (of images) may lack one."""
+    if tokenizer.vocab_size <= config.vocab_size:
+        return
+    special: frozenset[int] = getattr(tokenizer, "special_token_ids", frozenset())
+    beyond = [i for i in range(config.vocab_size, tokenizer.vocab_size) if i not in special]
+    if any(tokenizer.token_bytes(token_id) for token_id in beyond):
+        rule = f"the tokenizer's vocabulary exceeds the embedding: vocab_size = {config.vocab_size}"
+        raise ConfigError([Problem(file, "tokenizer", tokenizer.vocab_size, rule)])
+    message = "%s: special tokens from id %d on have no embedding; prompts with them are refused"
+    logger.warning(message, file, config.vocab_size)
+
+
+def _with_template(model: Model, path: Path) -> Tokenizer:
+    tokenizer = model.tokenizer
+    if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer):
+        return tokenizer.with_templates(tokenizer.templates.with_override(path))
+    rule = "needs a model with a tokenizer"
+    raise ConfigError([Problem("--chat-template", "chat_template", str(path), rule)])

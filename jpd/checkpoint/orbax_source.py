@@ -1,0 +1,175 @@
+"""Orbax checkpoints: parameters in jpd's own layout, restored straight into shardings.
+
+A folder holds config.json and the tokenizer's files as a Hugging Face folder does, the parameters
+in `params/` and `jpd_checkpoint.json`, which says how they are laid out. Knows no other format.
+Called by `model_source` (open), `load` (restore) and `convert` (the names).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+
+from jpd.checkpoint.progress import ProgressCallback, ProgressMeter
+from jpd.errors import ConfigError, Problem
+from jpd.nn.params import AbstractParams, ParamSpec
+
+MARKER_NAME = "jpd_checkpoint.json"
+PARAMS_NAME = "params"
+LAYOUT_VERSION = 1
+"""Raised whenever the shape or the meaning of a parameter changes."""
+
+RESTORE_GROUP_BYTES = 1 << 30
+"""Parameters restored together: bounds host memory, and how often progress is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxSource:
+    """An opened Orbax folder. Numbers were checked when it was written."""
+
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def location(self) -> str:
+        return str(self.folder)
+
+    def restore(
+        self,
+        abstract: AbstractParams,
+        shardings: Sequence[tuple[NamedSharding, ...]],
+        progress: ProgressCallback | None = None,
+    ) -> list[tuple[jax.Array, ...]]:
+        """The parameters on each mesh; every device reads its own part. Blocks.
+
+        `shardings` holds for each parameter its sharding on each mesh. Raises ConfigError when
+        names or shapes are not those of the model.
+        """
+        self._check(abstract)
+        num_targets = len(shardings[0]) if shardings else 0
+        total = sum(_spec_bytes(spec) for spec in abstract.specs)
+        meter = ProgressMeter("loading", total, progress)
+        restored: list[dict[str, jax.Array]] = [{} for _ in range(num_targets)]
+        pairs = list(zip(abstract.specs, shardings, strict=True))
+        for group in _groups(pairs):
+            for target, arrays in enumerate(restored):
+                wanted = [(spec, per_target[target]) for spec, per_target in group]
+                arrays.update(self._restore_group(wanted))
+            for spec, _ in group:
+                meter.add(_spec_bytes(spec), spec.path)
+        return [tuple(arrays[spec.path] for spec in abstract.specs) for arrays in restored]
+
+    def _restore_group(
+        self, wanted: Sequence[tuple[ParamSpec, NamedSharding]]
+    ) -> dict[str, jax.Array]:
+        item = {
+            spec.path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+            for spec, sharding in wanted
+        }
+        restore_args = {
+            spec.path: ocp.ArrayRestoreArgs(
+                sharding=sharding, global_shape=spec.shape, dtype=spec.dtype
+            )
+            for spec, sharding in wanted
+        }
+        args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+        with _checkpointer() as checkpointer:
+            arrays: dict[str, jax.Array] = checkpointer.restore(self.folder / PARAMS_NAME, args)
+        jax.block_until_ready(arrays)
+        return arrays
+
+    def _check(self, abstract: AbstractParams) -> None:
+        problems = []
+        for spec in abstract.specs:
+            found = self.shapes.get(spec.path)
+            if found is None:
+                rule = f"the model needs this parameter, of shape {list(spec.shape)}"
+                problems.append(Problem(self.location, spec.path, "missing", rule))
+            elif found != spec.shape:
+                rule = f"the config asks for shape {list(spec.shape)}"
+                problems.append(Problem(self.location, spec.path, list(found), rule))
+        if problems:
+            raise ConfigError(problems)
+
+
+def is_orbax_folder(folder: Path) -> bool:
+    return (folder / MARKER_NAME).is_file() or (folder / PARAMS_NAME / "_METADATA").is_file()
+
+
+def open_orbax(folder: Path) -> OrbaxSource:
+    """Read names and shapes only. Raises ConfigError for a folder that is not whole."""
+    marker = _read_marker(folder)
+    if marker.get("layout") != LAYOUT_VERSION:
+        rule = f"this jpd reads layout {LAYOUT_VERSION}: convert the checkpoint again"
+        raise ConfigError(
+            [Problem(str(folder / MARKER_NAME), "layout", marker.get("layout"), rule)]
+        )
+    _check_files(folder, marker.get("file_bytes"))
+    try:
+        with _checkpointer() as checkpointer:
+            metadata = checkpointer.metadata(folder / PARAMS_NAME)
+            shapes = {name: tuple(leaf.shape) for name, leaf in metadata.item_metadata.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        rule = f"is not a readable Orbax checkpoint: {error}"
+        raise ConfigError([Problem(str(folder / PARAMS_NAME), "params", "", rule)]) from error
+    return OrbaxSource(folder.resolve(), shapes)
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file in `folder`, by its path in there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _check_files(folder: Path, expected: Any) -> None:
+    """Raise ConfigError for every file of the parameters that is missing or was cut off."""
+    found = file_sizes(folder / PARAMS_NAME)
+    problems = []
+    for name, num_bytes in expected.items() if isinstance(expected, dict) else ():
+        if found.get(name) != num_bytes:
+            rule = f"was written with {num_bytes} bytes"
+            problems.append(
+                Problem(str(folder / PARAMS_NAME / name), "bytes", found.get(name), rule)
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _read_marker(folder: Path) -> dict[str, Any]:
+    path = folder / MARKER_NAME
+    try:
+        marker = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        rule = "is needed: it is written by `jpd convert`"
+        raise ConfigError([Problem(str(path), MARKER_NAME, str(error), rule)]) from error
+    return marker if isinstance(marker, dict) else {}
+
+
+def _checkpointer() -> Any:
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1))
+
+
+def _spec_bytes(spec: ParamSpec) -> int:
+    return spec.num_params * np.dtype(spec.dtype).itemsize
+
+
+def _groups(
+    pairs: Sequence[tuple[ParamSpec, tuple[NamedSharding, ...]]],
+) -> Iterator[list[tuple[ParamSpec, tuple[NamedSharding, ...]]]]:
+    """Runs of parameters of at most RESTORE_GROUP_BYTES, at least one each."""
+    group: list[tuple[ParamSpec, tuple[NamedSharding, ...]]] = []
+    num_bytes = 0
+    for spec, per_target in pairs:
+        if group and num_bytes + _spec_bytes(spec) > RESTORE_GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+        group.append((spec, per_target))
+        num_bytes += _spec_bytes(spec)
+    if group:
+        yield group
