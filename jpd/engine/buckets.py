@@ -1,0 +1,133 @@
+"""The padded shapes the engines compile for: few, fixed at start, printed by `jpd check`.
+
+Three kinds: tokens of a prefill chunk, width of the page table, pages moved at once. Pure
+arithmetic, no jax. Used by the engines, the planner and the worker.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jpd.config import CacheConfig, EngineConfig
+from jpd.errors import ConfigError, Problem
+
+MAX_EXECUTABLES = 64
+"""Start refuses more: each takes seconds to compile, and padding gains little beyond a few."""
+
+MIN_PREFILL_BUCKET = 16
+
+
+def _ceil_to(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _smallest_at_least(buckets: Sequence[int], value: int, name: str) -> int:
+    for bucket in buckets:
+        if bucket >= value:
+            return bucket
+    raise ValueError(f"{name} {value} exceeds the largest bucket {buckets[-1]}")
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeBuckets:
+    """All ascending. The largest context width holds max_model_len tokens."""
+
+    page_size: int
+    prefill_lengths: tuple[int, ...]  # tokens of a chunk
+    context_widths: tuple[int, ...]  # pages of a page table
+    page_moves: tuple[int, ...]  # pages gathered or scattered in one call
+
+    @classmethod
+    def from_config(
+        cls, engine: EngineConfig, cache: CacheConfig, max_model_len: int
+    ) -> "ShapeBuckets":
+        """The buckets of a deployment. Raises ConfigError when they do not fit or are too many."""
+        problems = _check(engine, cache, max_model_len)
+        if problems:
+            raise ConfigError(problems)
+        page = cache.page_size
+        longest = _ceil_to(max_model_len, page)
+        chunk = min(engine.prefill_chunk, longest)
+        lengths = engine.prefill_buckets or [
+            max(size, min(MIN_PREFILL_BUCKET, chunk)) for size in (chunk, chunk // 4, chunk // 16)
+        ]
+        contexts = engine.context_buckets or [max(longest // part, chunk) for part in (1, 4, 16)]
+        widths = {_ceil_to(size, page) // page for size in contexts if size <= longest}
+        moves = {1 << bit for bit in range((chunk // page).bit_length())} | {-(-chunk // page)}
+        buckets = cls(
+            page_size=page,
+            prefill_lengths=tuple(sorted({size for size in lengths if size < chunk} | {chunk})),
+            context_widths=tuple(sorted(widths | {longest // page})),
+            page_moves=tuple(sorted(moves)),
+        )
+        buckets._check_count()
+        return buckets
+
+    @property
+    def prefill_chunk(self) -> int:
+        """The most prompt tokens computed in one call."""
+        return self.prefill_lengths[-1]
+
+    @property
+    def max_pages(self) -> int:
+        """The most pages of one sequence."""
+        return self.context_widths[-1]
+
+    @property
+    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(chunk tokens, page-table width) of every prefill executable."""
+        return tuple((t, w) for t in self.prefill_lengths for w in self.context_widths)
+
+    @property
+    def num_prefill_executables(self) -> int:
+        return len(self.prefill_shapes) + len(self.page_moves)
+
+    @property
+    def num_decode_executables(self) -> int:
+        """Steps, insert, remove and the pages that arrive."""
+        return len(self.context_widths) + 2 + len(self.page_moves)
+
+    def prefill_length(self, num_tokens: int) -> int:
+        return _smallest_at_least(self.prefill_lengths, num_tokens, "chunk of tokens")
+
+    def context_width(self, num_tokens: int) -> int:
+        """Pages of the smallest table that holds this many tokens."""
+        num_pages = -(-num_tokens // self.page_size)
+        return _smallest_at_least(self.context_widths, num_pages, "page table of pages")
+
+    def move_size(self, num_pages: int) -> int:
+        return _smallest_at_least(self.page_moves, num_pages, "move of pages")
+
+    def split_move(self, num_pages: int) -> tuple[int, ...]:
+        """Cut a run of pages into moves, the largest first; only the last one is padded."""
+        largest = self.page_moves[-1]
+        whole, rest = divmod(num_pages, largest)
+        return (largest,) * whole + ((rest,) if rest else ())
+
+    def _check_count(self) -> None:
+        count = self.num_prefill_executables + self.num_decode_executables
+        if count > MAX_EXECUTABLES:
+            shown = f"{self.prefill_lengths} x {self.context_widths}"
+            rule = f"{count} executables to compile, at most {MAX_EXECUTABLES}: use fewer buckets"
+            raise ConfigError([_problem("engine.prefill_buckets x context_buckets", shown, rule)])
+
+
+def _problem(key: str, value: object, rule: str) -> Problem:
+    return Problem("mesh file", key, value, rule)
+
+
+def _check(engine: EngineConfig, cache: CacheConfig, max_model_len: int) -> list[Problem]:
+    problems = []
+    if engine.prefill_chunk % cache.page_size:
+        rule = f"must be a multiple of cache.page_size = {cache.page_size}"
+        problems.append(_problem("engine.prefill_chunk", engine.prefill_chunk, rule))
+    for size in engine.prefill_buckets:
+        if not 1 <= size <= engine.prefill_chunk:
+            rule = f"must be between 1 and engine.prefill_chunk = {engine.prefill_chunk}"
+            problems.append(_problem("engine.prefill_buckets", size, rule))
+    for size in engine.context_buckets:
+        if size < 1:
+            problems.append(_problem("engine.context_buckets", size, "must be at least 1"))
+    if max_model_len < 2:
+        rule = "must be at least 2: a prompt token and an output token"
+        problems.append(_problem("engine.max_model_len", max_model_len, rule))
+    return problems

@@ -1,0 +1,213 @@
+"""The decode engine: slots become steady streams, one token each per step.
+
+A step: schedule (who comes and goes) → build (the width they need) → run (dispatch it) → commit
+(read the step before it). Last tokens, positions and who is still running live on the device. Twin
+of prefill.py. Knows no router and no page owner. Owned by its worker's thread.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jpd.cache.kv_cache import KVCache
+from jpd.engine.decode_state import DecodeState, Outcome, one_row
+from jpd.engine.functions import ModelFunctions
+from jpd.engine.steps import Leaves
+from jpd.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One sequence to decode: its prompt's KV is in the pages, its first token is sampled."""
+
+    attempt_id: str
+    page_ids: tuple[int, ...]  # of this worker's pool, enough for prompt + max_tokens
+    first_token_id: int
+    num_tokens: int  # of the prompt, all in the pages
+    sampling: SamplingParams  # max_tokens and seed are set; the first token counts
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDone:
+    """Tokens of one attempt from one step."""
+
+    attempt_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """The host's view of one use of a slot; (slot, generation) never names another."""
+
+    row: DecodeRow
+    slot: int
+    generation: int
+    position: int  # of the token that the next step feeds
+    last_position: int  # of the last token allowed
+
+    @property
+    def is_exhausted(self) -> bool:
+        """The last token allowed is already being computed."""
+        return self.position >= self.last_position
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A dispatched step whose results were not read yet, and who was in which slot."""
+
+    results: jax.Array  # int32 [2, B]
+    slots: tuple[tuple[int, int], ...]  # slot, generation
+
+
+class DecodeEngine:
+    """Decodes rows over `cache` in a fixed number of slots."""
+
+    def __init__(
+        self,
+        functions: ModelFunctions,
+        cache: KVCache,
+        leaves: Leaves,
+        num_slots: int,
+        wire_partitions: Iterable[int] = (),
+    ) -> None:
+        """`wire_partitions`: in how many parts KV may arrive here, over all sources."""
+        if num_slots != functions.num_slots:
+            raise ValueError(f"num_slots = {num_slots}, functions have {functions.num_slots}")
+        self._functions, self._cache, self._leaves = functions, cache, leaves
+        self._buckets = functions.buckets
+        self._wire_partitions = tuple(wire_partitions)
+        self._state = functions.new_state()
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._by_slot: list[_Running | None] = [None] * num_slots
+        self._by_attempt: dict[str, _Running] = {}
+        self._arrived: dict[int, DecodeState] = {}  # slot → row, to insert before the next step
+        self._departed: list[int] = []  # slots to stop before the next step
+        self._in_flight: deque[_InFlight] = deque()
+        self._num_generations = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_attempt or self._in_flight)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def warm_up(self, after_each: Callable[[], None] = lambda: None) -> None:
+        """Compile every shape, before the first insert. Blocks. Writes to the bin page only.
+
+        `after_each` is called between executables; what it raises ends the warm-up.
+        """
+        row = self._row_state(DecodeRow("warm-up", (), 0, 0, SamplingParams(max_tokens=1)))
+        self._state = self._functions.insert(self._state, row, 0)
+        self._state = self._functions.deactivate(self._state, 0)
+        for width in self._buckets.context_widths:
+            self._cache.layers, self._state, results = self._functions.decode(
+                self._leaves, self._cache.layers, self._state, width
+            )
+            after_each()
+        self._functions.moves.warm_up_scatter(self._cache, self._wire_partitions)
+        jax.block_until_ready((self._cache.layers, results))
+
+    def write_pages(self, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:
+        """Put staging arrays that have arrived into these pages of the pool, in order."""
+        self._functions.moves.scatter(self._cache, arrays, page_ids)
+
+    def insert(self, row: DecodeRow) -> None:
+        """Take a free slot for a row; it joins the next step. Its pages stay the caller's."""
+        if not self._free_slots:
+            raise RuntimeError(f"no free slot for {row.attempt_id}: it was not reserved")
+        if row.attempt_id in self._by_attempt:
+            raise ValueError(f"attempt {row.attempt_id} is decoding already")
+        state = self._row_state(row)
+        assert row.sampling.max_tokens is not None
+        last_position = row.num_tokens + row.sampling.max_tokens - 1
+        if last_position <= row.num_tokens:
+            raise ValueError(f"attempt {row.attempt_id} has had its only token")
+        slot = self._free_slots.pop()
+        self._num_generations += 1
+        running = _Running(row, slot, self._num_generations, row.num_tokens, last_position)
+        self._by_slot[slot] = self._by_attempt[row.attempt_id] = running
+        self._arrived[slot] = state
+
+    def _row_state(self, row: DecodeRow) -> DecodeState:
+        return one_row(
+            token_id=row.first_token_id,
+            position=row.num_tokens,
+            page_ids=row.page_ids,
+            max_pages=self._buckets.max_pages,
+            sampling=row.sampling,
+            stop_token_ids=row.stop_token_ids,
+        )
+
+    def remove(self, attempt_id: str) -> None:
+        """Forget a row; its slot is free and no later step touches its pages. Idempotent."""
+        running = self._by_attempt.get(attempt_id)
+        if running is None:
+            return
+        self._release(running)
+        if self._arrived.pop(running.slot, None) is None:
+            self._departed.append(running.slot)
+
+    def _release(self, running: _Running) -> None:
+        del self._by_attempt[running.row.attempt_id]
+        self._by_slot[running.slot] = None
+        self._free_slots.append(running.slot)
+
+    def step(self) -> list[DecodeDone]:
+        """Dispatch one step and read the one before it; with nothing to dispatch, read them all."""
+        batch = self._schedule()
+        if batch:
+            self._run(batch, self._build(batch))
+        return self._commit(num_unread=1 if batch else 0)
+
+    def _schedule(self) -> list[_Running]:
+        """Tell the device who left and who came. Returns the rows that need another token."""
+        for slot in self._departed:
+            self._state = self._functions.deactivate(self._state, slot)
+        for slot, row in self._arrived.items():
+            self._state = self._functions.insert(self._state, row, slot)
+        self._departed.clear()
+        self._arrived.clear()
+        return [running for running in self._by_attempt.values() if not running.is_exhausted]
+
+    def _build(self, batch: list[_Running]) -> int:
+        """The page-table width that holds every row's next token."""
+        return self._buckets.context_width(max(running.position for running in batch) + 1)
+
+    def _run(self, batch: list[_Running], width: int) -> None:
+        self._cache.layers, self._state, results = self._functions.decode(
+            self._leaves, self._cache.layers, self._state, width
+        )
+        results.copy_to_host_async()
+        slots = tuple((running.slot, running.generation) for running in batch)
+        self._in_flight.append(_InFlight(results, slots))
+        for running in batch:
+            running.position += 1
+
+    def _commit(self, num_unread: int) -> list[DecodeDone]:
+        """Read results until `num_unread` steps are left; those of removed rows are dropped."""
+        done = []
+        while len(self._in_flight) > num_unread:
+            step = self._in_flight.popleft()
+            tokens, outcomes = np.asarray(step.results).tolist()  # waits for the step
+            for slot, generation in step.slots:
+                running = self._by_slot[slot]
+                if running is None or running.generation != generation:
+                    continue
+                outcome = outcomes[slot]
+                if outcome == Outcome.IDLE:
+                    continue
+                finish_reason = _FINISH_REASONS.get(outcome)
+                if finish_reason is not None:
+                    self._release(running)
+                done.append(DecodeDone(running.row.attempt_id, (tokens[slot],), finish_reason))
+        return done
+
+
+_FINISH_REASONS: dict[int, FinishReason] = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}

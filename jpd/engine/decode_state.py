@@ -1,0 +1,105 @@
+"""What the decode batch knows about itself, on device: one entry per slot.
+
+The host only says who comes and who goes; last tokens, positions and who is still running stay on
+the devices between steps. Pure functions, called inside jit by `jpd.engine.functions`.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpd.cache.page_allocator import BIN_PAGE
+from jpd.engine.sampling import SamplingRows, greedy_rows, on_host, sampling_row
+from jpd.request import SamplingParams
+
+
+class Outcome(enum.IntEnum):
+    """What a step did to a slot, as a number in its results."""
+
+    IDLE = 0  # nobody there, or ended before
+    RUNNING = 1
+    STOP = 2  # this token is a stop id
+    LENGTH = 3  # this token is the last one allowed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class DecodeState:
+    """Slots of the batch. B slots, W pages of the longest sequence."""
+
+    tokens: jax.Array  # int32 [B]: the latest token, not yet in the KV cache
+    positions: jax.Array  # int32 [B]: where it stands = tokens in the KV cache
+    active: jax.Array  # bool [B]
+    last_position: jax.Array  # int32 [B]: where the last allowed token stands
+    page_table: jax.Array  # int32 [B, W]
+    sampling: SamplingRows
+
+
+def empty_state(num_slots: int, max_pages: int) -> DecodeState:
+    """Idle slots, on the host."""
+    return DecodeState(
+        tokens=on_host(np.zeros(num_slots, np.int32)),
+        positions=on_host(np.zeros(num_slots, np.int32)),
+        active=on_host(np.zeros(num_slots, np.bool_)),
+        last_position=on_host(np.zeros(num_slots, np.int32)),
+        page_table=on_host(np.full((num_slots, max_pages), BIN_PAGE, np.int32)),
+        sampling=greedy_rows(num_slots),
+    )
+
+
+def one_row(
+    *,
+    token_id: int,
+    position: int,
+    page_ids: Sequence[int],
+    max_pages: int,
+    sampling: SamplingParams,
+    stop_token_ids: Sequence[int],
+) -> DecodeState:
+    """A state of one slot, on the host, whose first output token stands at `position`."""
+    if sampling.max_tokens is None:
+        raise ValueError("max_tokens is not resolved")
+    page_table = np.full((1, max_pages), BIN_PAGE, np.int32)
+    page_table[0, : len(page_ids)] = page_ids
+    return DecodeState(
+        tokens=on_host(np.array([token_id], np.int32)),
+        positions=on_host(np.array([position], np.int32)),
+        active=on_host(np.ones(1, np.bool_)),
+        last_position=on_host(np.array([position + sampling.max_tokens - 1], np.int32)),
+        page_table=on_host(page_table),
+        sampling=sampling_row(sampling, stop_token_ids, position),
+    )
+
+
+def insert_row(state: DecodeState, row: DecodeState, slot: jax.Array) -> DecodeState:
+    """Put a one-slot state into a slot, whatever was there."""
+    updated: DecodeState = jax.tree.map(lambda whole, one: whole.at[slot].set(one[0]), state, row)
+    return updated
+
+
+def deactivate(state: DecodeState, slot: jax.Array) -> DecodeState:
+    """End a slot's sequence: from now on it writes to the bin page only."""
+    return dataclasses.replace(state, active=state.active.at[slot].set(False))
+
+
+def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Array]:
+    """Take a step's tokens [B]. Returns the state and the results, int32 [2, B]: token, Outcome."""
+    positions = state.positions + 1
+    is_stop = jnp.any(tokens[:, None] == state.sampling.stop_ids, axis=-1)
+    is_stop &= positions >= state.sampling.min_position
+    is_last = positions >= state.last_position
+    outcomes = jnp.where(is_last, Outcome.LENGTH.value, Outcome.RUNNING.value)
+    outcomes = jnp.where(is_stop, Outcome.STOP.value, outcomes)
+    outcomes = jnp.where(state.active, outcomes, Outcome.IDLE.value).astype(jnp.int32)
+    updated = dataclasses.replace(
+        state,
+        tokens=jnp.where(state.active, tokens, state.tokens),
+        positions=jnp.where(state.active, positions, state.positions),
+        active=outcomes == Outcome.RUNNING.value,
+    )
+    return updated, jnp.stack([tokens, outcomes])

@@ -1,0 +1,147 @@
+"""The executables of one model on one worker's mesh. Everything the engines run on devices is here.
+
+All shardings are pinned, KV pools and decode states are donated, weights cross as a flat tuple of
+arrays. Knows no attempts. Called on the worker's thread, by the engines and by `jpd verify
+--golden`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
+from jpd.engine.buckets import ShapeBuckets
+from jpd.engine.decode_state import DecodeState, deactivate, empty_state, insert_row
+from jpd.engine.page_moves import PageMoves
+from jpd.engine.sampling import greedy_rows
+from jpd.engine.steps import (
+    Layers,
+    Leaves,
+    PrefillChunk,
+    chunk_logits,
+    decode_step,
+    make_chunk,
+    prefill_chunk,
+)
+from jpd.nn.config import DecoderConfig
+from jpd.nn.params import abstract_params
+from jpd.parallel.sharding import sharding_for
+
+
+def kv_spec(config: DecoderConfig, *, num_pages: int, page_size: int, dtype: DTypeLike) -> KVSpec:
+    """The KV pool of a model; num_pages counts the bin page."""
+    return KVSpec(
+        num_layers=config.num_layers,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_cached_heads=config.num_cached_heads,
+        kv_width=config.kv_width,
+        dtype=dtype,
+    )
+
+
+class ModelFunctions:
+    """Jitted once, for both engines of a worker. `param_shardings` is where its weights must be."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: DTypeLike,
+        mesh: Mesh,
+        spec: KVSpec,
+        buckets: ShapeBuckets,
+        num_slots: int,
+    ) -> None:
+        self.mesh, self.spec, self.buckets, self.num_slots = mesh, spec, buckets, num_slots
+        self.moves = PageMoves(spec, mesh, buckets)
+        params = abstract_params(config, dtype)
+        self._definition = params.graphdef
+        self.param_shardings: tuple[NamedSharding, ...] = tuple(
+            sharding_for(mesh, param.axes, param.shape) for param in params.specs
+        )
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._pool = (sharding_for(mesh, POOL_AXES, spec.layer_shape),) * spec.num_layers
+        self._prefill = self._jit_step(prefill_chunk)
+        self._logits = self._jit_step(chunk_logits)
+        self._decode = {width: self._jit_decode(width) for width in buckets.context_widths}
+        in_place: dict[str, Any] = {"out_shardings": self._replicated, "donate_argnums": 0}
+        self._insert = jax.jit(insert_row, **in_place)
+        self._deactivate = jax.jit(deactivate, **in_place)
+
+    def _jit_step(self, step: Any) -> jax.stages.Wrapped:
+        return jax.jit(
+            _named(functools.partial(step, self._definition), step.__name__),
+            in_shardings=(self.param_shardings, self._pool, self._replicated),
+            out_shardings=(self._pool, self._replicated),
+            donate_argnums=1,
+        )
+
+    def _jit_decode(self, width: int) -> jax.stages.Wrapped:
+        step = functools.partial(decode_step, self._definition, width)
+        return jax.jit(
+            _named(step, f"decode_step_{width}"),
+            in_shardings=(self.param_shardings, self._pool, self._replicated),
+            out_shardings=(self._pool, self._replicated, self._replicated),
+            donate_argnums=(1, 2),
+        )
+
+    def prefill(
+        self, leaves: Leaves, layers: Layers, chunk: PrefillChunk
+    ) -> tuple[Layers, jax.Array]:
+        """Compute one chunk. Donates layers. Returns layers and the sampled token, int32 [1]."""
+        layers, token = self._prefill(leaves, layers, chunk)
+        return layers, token
+
+    def decode(
+        self, leaves: Leaves, layers: Layers, state: DecodeState, width: int
+    ) -> tuple[Layers, DecodeState, jax.Array]:
+        """One token for every active slot, all of whose sequences fit in `width` pages.
+
+        Donates layers and state. The results are int32 [2, B]: tokens and outcomes.
+        """
+        layers, state, results = self._decode[width](leaves, layers, state)
+        return layers, state, results
+
+    def insert(self, state: DecodeState, row: DecodeState, slot: int) -> DecodeState:
+        """Put a state of one slot into a slot. Donates `state`."""
+        updated: DecodeState = self._insert(state, row, np.int32(slot))
+        return updated
+
+    def deactivate(self, state: DecodeState, slot: int) -> DecodeState:
+        """Stop a slot. Donates `state`."""
+        updated: DecodeState = self._deactivate(state, np.int32(slot))
+        return updated
+
+    def new_state(self) -> DecodeState:
+        """Idle slots, on the devices."""
+        empty = empty_state(self.num_slots, self.buckets.max_pages)
+        state: DecodeState = jax.device_put(empty, self._replicated)
+        return state
+
+    def logits(self, leaves: Leaves, token_ids: Sequence[int]) -> "np.ndarray[Any, Any]":
+        """float32 logits [T, V] at every position, through the same chunked, paged path.
+
+        In a pool of its own; compiled when first called. Blocks.
+        """
+        num_pages = self.buckets.context_width(len(token_ids))
+        layers = KVCache(dataclasses.replace(self.spec, num_pages=num_pages + 1), self.mesh).layers
+        page_ids = range(1, num_pages + 1)
+        found = []
+        for start in range(0, len(token_ids), self.buckets.prefill_chunk):
+            part = token_ids[start : start + self.buckets.prefill_chunk]
+            chunk = make_chunk(self.buckets, part, start, page_ids, greedy_rows(1), is_last=False)
+            layers, logits = self._logits(leaves, layers, chunk)
+            found.append(np.asarray(logits)[: len(part)])
+        return np.concatenate(found)
+
+
+def _named(step: Any, name: str) -> Any:
+    """Executables carry this name in profiles and compile logs."""
+    step.__name__ = name
+    return step

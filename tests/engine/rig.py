@@ -1,0 +1,135 @@
+"""One worker's devices without a worker: functions, pool and weights of a golden model.
+
+Rigs are compiled once per test session, so tests share them: each takes its own pages from the
+allocator and leaves no work behind.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jpd.cache.kv_cache import KVCache
+from jpd.cache.page_allocator import PageAllocator
+from jpd.checkpoint.load import load_params
+from jpd.checkpoint.model_source import open_model
+from jpd.config import CacheConfig, EngineConfig
+from jpd.engine.buckets import ShapeBuckets
+from jpd.engine.decode import DecodeEngine, DecodeRow
+from jpd.engine.functions import ModelFunctions, kv_spec
+from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
+from jpd.nn.config import DecoderConfig
+from jpd.nn.params import abstract_params
+from jpd.parallel.mesh import kv_partitions, make_worker_mesh
+from jpd.request import SamplingParams
+from jpd.transfer.protocol import KVPiece
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+PAGE = 16
+CHUNK = 32
+MAX_LEN = 288
+NUM_SLOTS = 4
+NUM_PAGES = 80
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
+
+
+@functools.cache
+def golden_config(name: str) -> DecoderConfig:
+    return open_model(str(GOLDEN / name)).config
+
+
+@functools.cache
+def expected(name: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / name / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+@dataclass
+class Rig:
+    """What one worker owns."""
+
+    functions: ModelFunctions
+    cache: KVCache
+    leaves: tuple[jax.Array, ...]
+    allocator: PageAllocator = field(default_factory=lambda: PageAllocator(NUM_PAGES))
+    pieces: list[KVPiece] = field(default_factory=list)
+
+    def prefill_engine(self, **wires: int) -> PrefillEngine:
+        return PrefillEngine(self.functions, self.cache, self.leaves, self.pieces.append, wires)
+
+    def decode_engine(self, wires: Sequence[int] = ()) -> DecodeEngine:
+        return DecodeEngine(self.functions, self.cache, self.leaves, NUM_SLOTS, wires)
+
+    def take(self, num_tokens: int) -> tuple[int, ...]:
+        pages = self.allocator.alloc(-(-num_tokens // PAGE))
+        assert pages is not None
+        return pages
+
+    @property
+    def partitions(self) -> int:
+        return kv_partitions(self.functions.mesh)
+
+
+@functools.cache
+def rig(name: str, tensor: int = 1, first_device: int = 0, chunk: int = CHUNK) -> Rig:
+    """A rig on `tensor` devices from first_device on."""
+    config = golden_config(name)
+    devices = jax.devices()[first_device : first_device + tensor]
+    mesh = make_worker_mesh(
+        devices, tensor=tensor, expert=1, num_cached_heads=config.num_cached_heads
+    )
+    buckets = ShapeBuckets.from_config(
+        EngineConfig(prefill_chunk=chunk), CacheConfig(page_size=PAGE), MAX_LEN
+    )
+    spec = kv_spec(config, num_pages=NUM_PAGES, page_size=PAGE, dtype=np.float32)
+    functions = ModelFunctions(config, np.float32, mesh, spec, buckets, NUM_SLOTS)
+    source = open_model(str(GOLDEN / name)).source
+    assert source is not None
+    (leaves,) = load_params(source, config, abstract_params(config, np.float32), [mesh], np.float32)
+    return Rig(functions, KVCache(spec, mesh), leaves)
+
+
+def run_prefill(engine: PrefillEngine, *tasks: PrefillTask) -> dict[str, PrefillDone]:
+    for task in tasks:
+        engine.add(task)
+    done: dict[str, PrefillDone] = {}
+    while engine.has_work:
+        done |= {one.attempt_id: one for one in engine.step()}
+    return done
+
+
+def run_decode(engine: DecodeEngine, *rows: DecodeRow) -> dict[str, list[int]]:
+    """All tokens of each row, its first one included."""
+    tokens = {row.attempt_id: [row.first_token_id] for row in rows}
+    for row in rows:
+        engine.insert(row)
+    while engine.has_work:
+        for done in engine.step():
+            tokens[done.attempt_id] += done.token_ids
+    return tokens
+
+
+def generate(
+    on: Rig,
+    prompt: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+    stop_token_ids: tuple[int, ...] = (),
+) -> list[int]:
+    """Prefill and decode in one pool, alone in the batch."""
+    assert sampling.max_tokens is not None
+    pages = on.take(len(prompt) + sampling.max_tokens)
+    task = PrefillTask("alone", tuple(prompt), pages, 0, sampling, stop_token_ids)
+    first = run_prefill(on.prefill_engine(), task)["alone"]
+    tokens = [first.token_id]
+    if first.finish_reason is None:
+        row = DecodeRow("alone", pages, first.token_id, len(prompt), sampling, stop_token_ids)
+        tokens = run_decode(on.decode_engine(), row)["alone"]
+    on.allocator.free(pages)
+    return tokens
+
+
+def random_prompt(seed: int, num_tokens: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, 160, num_tokens).tolist())

@@ -1,0 +1,68 @@
+"""Bucket arithmetic by hand; no devices."""
+
+import pytest
+
+from jpd.config import CacheConfig, EngineConfig
+from jpd.engine.buckets import MAX_EXECUTABLES, ShapeBuckets
+from jpd.errors import ConfigError
+
+CACHE = CacheConfig(page_size=32)
+
+
+def test_defaults_for_a_long_context() -> None:
+    buckets = ShapeBuckets.from_config(EngineConfig(), CACHE, 32768)
+    assert buckets.prefill_lengths == (32, 128, 512)
+    assert buckets.context_widths == (64, 256, 1024)
+    assert buckets.page_moves == (1, 2, 4, 8, 16)
+    assert buckets.max_pages == 1024
+    assert buckets.num_prefill_executables == 9 + 5
+    assert buckets.num_decode_executables == 3 + 2 + 5
+
+
+def test_defaults_for_a_context_shorter_than_a_chunk() -> None:
+    buckets = ShapeBuckets.from_config(EngineConfig(), CACHE, 100)
+    assert buckets.prefill_lengths == (16, 32, 128)
+    assert buckets.context_widths == (4,)
+    assert buckets.page_moves == (1, 2, 4)
+
+
+def test_asked_for_buckets_always_get_the_chunk_and_the_longest_context() -> None:
+    engine = EngineConfig(
+        prefill_chunk=96, prefill_buckets=(40, 64), context_buckets=(100, 200, 5000)
+    )
+    buckets = ShapeBuckets.from_config(engine, CACHE, 400)
+    assert buckets.prefill_lengths == (40, 64, 96)
+    assert buckets.context_widths == (4, 7, 13)
+    assert buckets.page_moves == (1, 2, 3)
+
+
+def test_the_smallest_bucket_that_fits() -> None:
+    buckets = ShapeBuckets.from_config(EngineConfig(), CACHE, 32768)
+    assert [buckets.prefill_length(n) for n in (1, 32, 33, 512)] == [32, 32, 128, 512]
+    assert [buckets.context_width(n) for n in (1, 2048, 2049, 32768)] == [64, 64, 256, 1024]
+    assert [buckets.move_size(n) for n in (1, 3, 16)] == [1, 4, 16]
+    assert buckets.split_move(0) == ()
+    assert buckets.split_move(35) == (16, 16, 3)
+    with pytest.raises(ValueError, match="513 exceeds the largest bucket 512"):
+        buckets.prefill_length(513)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    engine = EngineConfig(prefill_chunk=100, prefill_buckets=(0, 200), context_buckets=(0,))
+    with pytest.raises(ConfigError) as caught:
+        ShapeBuckets.from_config(engine, CACHE, 1)
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [
+        ("engine.prefill_chunk", 100),
+        ("engine.prefill_buckets", 0),
+        ("engine.prefill_buckets", 200),
+        ("engine.context_buckets", 0),
+        ("engine.max_model_len", 1),
+    ]
+
+
+def test_too_many_executables_are_refused_with_both_numbers() -> None:
+    engine = EngineConfig(
+        prefill_buckets=tuple(range(32, 512, 32)), context_buckets=tuple(range(512, 4096, 512))
+    )
+    with pytest.raises(ConfigError, match=f"executables to compile, at most {MAX_EXECUTABLES}"):
+        ShapeBuckets.from_config(engine, CACHE, 4096)

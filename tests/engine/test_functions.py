@@ -1,0 +1,84 @@
+"""The executables: right logits, pinned shardings, pools updated in place."""
+
+import jax
+import numpy as np
+import pytest
+
+from jpd.engine.sampling import greedy_rows
+from jpd.engine.steps import empty_chunk, make_chunk
+from tests.engine.rig import CHUNK, expected, generate, rig
+
+MODELS = ("gemma3", "llama3")
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_golden_logits_and_greedy_tokens(name: str, tensor: int) -> None:
+    on, golden = rig(name, tensor), expected(name)
+    for prompt, logits in zip(golden["prompts"], golden["logits"], strict=True):
+        found = on.functions.logits(on.leaves, prompt.tolist())
+        assert found.dtype == np.float32
+        assert np.abs(found - logits).max() < 2e-4
+    for prompt, tokens in zip(golden["prompts"], golden["greedy"], strict=True):
+        assert generate(on, prompt.tolist()) == tokens.tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_in_chunks_equal_logits_in_one_piece(name: str) -> None:
+    prompt = expected(name)["prompts"].reshape(-1).tolist()
+    chunked, whole = rig(name), rig(name, chunk=256)
+    assert len(prompt) > 4 * CHUNK
+    difference = chunked.functions.logits(chunked.leaves, prompt) - whole.functions.logits(
+        whole.leaves, prompt
+    )
+    assert np.abs(difference).max() < 5e-5
+
+
+def pool_bytes_per_device(layers: tuple[jax.Array, ...]) -> int:
+    return sum(layer.addressable_shards[0].data.nbytes for layer in layers)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_prefill_updates_the_pool_in_place(tensor: int) -> None:
+    on = rig("llama3", tensor)
+    old = on.cache.layers
+    chunk = empty_chunk(CHUNK, on.functions.buckets.max_pages)
+    compiled = on.functions._prefill.lower(on.leaves, old, chunk).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == pool_bytes_per_device(old)
+    on.cache.layers, token = on.functions.prefill(on.leaves, old, chunk)
+    assert all(layer.is_deleted() for layer in old)
+    assert [layer.sharding for layer in on.cache.layers] == [on.cache.sharding] * 3
+    assert token.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_decode_updates_the_pool_and_its_state_in_place(tensor: int) -> None:
+    on = rig("llama3", tensor)
+    old, state = on.cache.layers, on.functions.new_state()
+    width = on.functions.buckets.context_widths[0]
+    compiled = on.functions._decode[width].lower(on.leaves, old, state).compile()
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    alias_bytes = compiled.memory_analysis().alias_size_in_bytes
+    assert alias_bytes == pool_bytes_per_device(old) + state_bytes
+    on.cache.layers, new_state, _ = on.functions.decode(on.leaves, old, state, width)
+    assert all(array.is_deleted() for array in (*old, *jax.tree.leaves(state)))
+    newest = on.functions.deactivate(new_state, 1)
+    assert all(array.is_deleted() for array in jax.tree.leaves(new_state))
+    assert not any(array.is_deleted() for array in jax.tree.leaves(newest))
+
+
+def test_padding_changes_no_page_but_the_bin() -> None:
+    on = rig("llama3")
+    before = [np.asarray(layer) for layer in on.cache.layers]
+    tokens = list(range(3, 23))
+    pages = on.take(len(tokens))
+    chunk = make_chunk(on.functions.buckets, tokens, 0, pages, greedy_rows(1), is_last=True)
+    assert chunk.tokens.shape == (1, CHUNK)
+    on.cache.layers, _ = on.functions.prefill(on.leaves, on.cache.layers, chunk)
+    untouched = [page for page in range(1, before[0].shape[0]) if page not in pages]
+    for old, new in zip(before, on.cache.layers, strict=True):
+        after = np.asarray(new)
+        assert np.array_equal(old[untouched], after[untouched])
+        assert np.array_equal(old[pages[1], 4:], after[pages[1], 4:]), "positions 20 to 31"
+        assert not np.array_equal(old[pages[1], :4], after[pages[1], :4])
+    on.allocator.free(pages)
