@@ -1,0 +1,1 @@
+"""Moving KV pages between meshes: one protocol, the plan behind it and its implementations."""

@@ -1,0 +1,76 @@
+"""What travels between workers and the three verbs that move it.
+
+A prefill worker *offers* a piece, the transfer *pulls* it to the destination's mesh, and *releases*
+the staging arrays on the way when the piece has arrived or its attempt is cancelled. Staging arrays
+are never part of a KV pool, so neither side's pages are touched while a copy is in flight: the
+source's pages may be freed after the gather was dispatched, the destination's are written by their
+own thread after arrival.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from jpd.errors import TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class KVPiece:
+    """Pages of one attempt, gathered into staging arrays on the source mesh, ready to travel.
+
+    `page_start` counts the pages of the sequence, not of a pool. Arrays are in the wire view of the
+    source mesh and padded to a bucket: rows from `num_pages` on are rubbish.
+    """
+
+    attempt_id: str
+    destination: str
+    page_start: int
+    num_pages: int
+    arrays: tuple[jax.Array, ...]  # per layer [n, p, K, W], n >= num_pages
+    num_bytes: int  # of the num_pages pages; padding and replica copies not counted
+    is_last: bool
+    offered_time: float  # time.monotonic seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedPiece:
+    """A piece on its destination mesh, or why it did not get there (then `arrays` is empty)."""
+
+    attempt_id: str
+    page_start: int
+    num_pages: int
+    arrays: tuple[jax.Array, ...]  # per layer [n, p, K, W] in the wire view of the destination mesh
+    num_bytes: int
+    is_last: bool
+    error: TransferError | None = None
+
+
+Deliver = Callable[[ArrivedPiece], None]
+"""Takes an arrived piece. Called on a transfer thread; must not block and must not raise."""
+
+
+class KVTransfer(Protocol):
+    """Moves pieces to registered workers. All methods may be called from any thread."""
+
+    def register(self, worker: str, mesh: Mesh, deliver: Deliver) -> None:
+        """Make `worker` a destination whose pieces go to `mesh` and then to `deliver`."""
+        ...
+
+    def offer(self, piece: KVPiece) -> None:
+        """Send a piece. Never blocks; what goes wrong is delivered as the piece's error."""
+        ...
+
+    def cancel(self, attempt_id: str) -> None:
+        """Drop what has not arrived of the attempt. Idempotent, never blocks."""
+        ...
+
+    def num_in_flight(self, worker: str) -> int:
+        """Pieces offered to `worker` and neither delivered nor dropped."""
+        ...
+
+    def close(self) -> None:
+        """Drop all pieces and end the transfer threads. Blocks until they have ended."""
+        ...
