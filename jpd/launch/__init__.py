@@ -1,0 +1,1 @@
+"""Launchers: from a model and a mesh file to running workers."""

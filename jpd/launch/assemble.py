@@ -1,0 +1,188 @@
+"""Puts one worker together: pool, compiled functions, engines, tables, thread and client.
+
+Knows the whole fleet only as far as who sends KV to whom, in how many parts. Called by launchers.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+from jax.sharding import Mesh
+
+from jpd.cache.kv_cache import KVCache, KVSpec
+from jpd.cache.page_allocator import PageAllocator
+from jpd.cache.prefix_cache import PrefixCache
+from jpd.config import DeploymentConfig, WorkerConfig
+from jpd.engine.buckets import ShapeBuckets
+from jpd.engine.compile_counter import CompileCounter
+from jpd.engine.decode import DecodeEngine
+from jpd.engine.functions import ModelFunctions
+from jpd.engine.prefill import PrefillEngine
+from jpd.launch.devices import num_pool_pages
+from jpd.launch.fleet import Member
+from jpd.nn.config import DecoderConfig
+from jpd.parallel.mesh import kv_partitions
+from jpd.transfer.protocol import KVTransfer
+from jpd.worker.client import InProcessClient
+from jpd.worker.decode_attempts import DecodeAttempts
+from jpd.worker.page_pool import PagePool
+from jpd.worker.prefill_attempts import PieceSender, PrefillAttempts
+from jpd.worker.worker import Worker, WorkerParts
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a worker lives: its table in the mesh file, its mesh and its weights there."""
+
+    config: WorkerConfig
+    mesh: Mesh
+    leaves: tuple[jax.Array, ...]
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What all workers of a fleet share."""
+
+    model: DecoderConfig
+    deployment: DeploymentConfig
+    buckets: ShapeBuckets
+    max_model_len: int
+    sites: Sequence[Site]
+    transfer: KVTransfer
+    counter: CompileCounter
+    can_prefill_locally: bool
+
+    def wires_from(self, site: Site) -> dict[str, int]:
+        """Parts in which KV travels to each other worker that decodes; {}: this one never sends."""
+        if site.config.role == "decode":
+            return {}
+        others = (other for other in self.sites if other is not site)
+        return {o.name: _wire(site, o) for o in others if o.config.role != "prefill"}
+
+    def wires_to(self, site: Site) -> set[int]:
+        """Parts in which KV arrives from other workers that prefill."""
+        return {
+            wires[site.name]
+            for other in self.sites
+            if site.name in (wires := self.wires_from(other))
+        }
+
+    def prefills(self, site: Site) -> bool:
+        """Whether this worker gets prefill functions, for others or only for itself."""
+        is_alone = all(other.config.role != "prefill" for other in self.sites)
+        wants_local = self.can_prefill_locally or self.deployment.router.local_prefill_tokens > 0
+        return site.config.role != "decode" or is_alone or wants_local
+
+
+def _wire(source: Site, target: Site) -> int:
+    return math.gcd(kv_partitions(source.mesh), kv_partitions(target.mesh))
+
+
+def assemble_worker(assembly: Assembly, site: Site) -> Member:
+    """One worker, not started yet, known to the transfer. Takes the memory of its KV pool."""
+    cache = KVCache(_pool_spec(assembly, site), site.mesh)
+    functions = ModelFunctions(
+        assembly.model,
+        assembly.deployment.engine.dtype,
+        site.mesh,
+        cache.spec,
+        assembly.buckets,
+        site.config.slots,
+    )
+    engines = _make_engines(assembly, site, functions, cache)
+    parts = _make_parts(assembly, site, engines, _page_pool(cache.spec, assembly.deployment))
+    worker = Worker(site.name, site.config.role, parts)
+    if parts.decode is not None:
+        assembly.transfer.register(site.name, site.mesh, worker.deliver)
+    return Member(
+        worker,
+        InProcessClient(worker),
+        lambda token_ids: functions.logits(site.leaves, token_ids),
+    )
+
+
+def _pool_spec(assembly: Assembly, site: Site) -> KVSpec:
+    model, cache = assembly.model, assembly.deployment.cache
+    page = KVSpec(
+        num_layers=model.num_layers,
+        num_pages=1,
+        page_size=cache.page_size,
+        num_cached_heads=model.num_cached_heads,
+        kv_width=model.kv_width,
+        dtype=cache.dtype,
+    )
+    devices = list(site.mesh.devices.flat)
+    num_pages = num_pool_pages(site.config, page, cache, devices, assembly.deployment.file)
+    return replace(page, num_pages=num_pages)
+
+
+def _page_pool(spec: KVSpec, deployment: DeploymentConfig) -> PagePool:
+    retain_seconds = deployment.cache.retain_seconds
+    allocator = PageAllocator(spec.num_pages)
+    prefix_cache = PrefixCache(allocator, spec.page_size, retain_seconds)
+    return PagePool(
+        allocator, prefix_cache, page_size=spec.page_size, retain_seconds=retain_seconds
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    prefill: PrefillEngine | None
+    decode: DecodeEngine | None
+    sender: PieceSender
+
+    def warm_up(self, after_each: Callable[[], None]) -> None:
+        """Compile everything. On the worker's thread."""
+        for engine in (self.prefill, self.decode):
+            if engine is not None:
+                engine.warm_up(after_each)
+
+
+def _make_engines(
+    assembly: Assembly, site: Site, functions: ModelFunctions, cache: KVCache
+) -> _Engines:
+    sender = PieceSender(assembly.transfer)
+    prefill = decode = None
+    if assembly.prefills(site):
+        wires = assembly.wires_from(site)
+        prefill = PrefillEngine(functions, cache, site.leaves, sender.send, wires)
+    if site.config.role != "prefill":
+        wires_to = assembly.wires_to(site)
+        decode = DecodeEngine(functions, cache, site.leaves, site.config.slots, wires_to)
+    return _Engines(prefill, decode, sender)
+
+
+def _make_parts(assembly: Assembly, site: Site, engines: _Engines, pool: PagePool) -> WorkerParts:
+    decode = prefill = None
+    if engines.decode is not None:
+        decode = DecodeAttempts(
+            site.name,
+            engines.decode,
+            pool,
+            num_slots=site.config.slots,
+            max_model_len=assembly.max_model_len,
+            transfer_timeout_seconds=assembly.deployment.router.transfer_timeout_seconds,
+        )
+    if engines.prefill is not None:
+        prefill = PrefillAttempts(
+            site.name,
+            engines.prefill,
+            pool,
+            engines.sender,
+            max_model_len=assembly.max_model_len,
+            on_local_done=None if decode is None else decode.complete,
+        )
+    return WorkerParts(
+        pool=pool,
+        prefill=prefill,
+        decode=decode,
+        destinations=frozenset(assembly.wires_from(site)),
+        transfer=assembly.transfer,
+        warm_up=engines.warm_up,
+        num_compilations=lambda: assembly.counter.num_after_ready,
+    )

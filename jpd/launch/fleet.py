@@ -1,0 +1,82 @@
+"""Running workers of this process: what the launcher hands over, and how it is closed again."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from jpd.engine.buckets import ShapeBuckets
+from jpd.engine.compile_counter import CompileCounter
+from jpd.transfer.protocol import KVTransfer
+from jpd.worker.client import InProcessClient
+from jpd.worker.inbox import Call
+from jpd.worker.worker import Worker
+
+T = TypeVar("T")
+LogitsOf = Callable[[Sequence[int]], npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker, its client and its model's logits, which only its own thread may compute."""
+
+    worker: Worker
+    client: InProcessClient
+    logits_of: LogitsOf
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All workers, ready. Compilations are counted from the moment they were."""
+
+    members: Sequence[Member]
+    transfer: KVTransfer
+    compile_counter: CompileCounter
+    buckets: ShapeBuckets
+    max_model_len: int
+    is_closed: bool = False
+
+    @property
+    def clients(self) -> tuple[InProcessClient, ...]:
+        return tuple(member.client for member in self.members)
+
+    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits [T, V] at every position, from the first worker to prefill. Blocks, compiles."""
+        prefills = [member for member in self.members if member.worker.role != "decode"]
+        member = (prefills or self.members)[0]
+        return on_thread(member.worker, lambda: member.logits_of(token_ids))
+
+    def check_integrity(self) -> None:
+        """Tables and pools of all workers agree, and nothing is held for nobody. Blocks."""
+        for member in self.members:
+            on_thread(member.worker, member.worker.check_integrity)
+
+    def close(self) -> None:
+        """End all threads; what is still running fails with WorkerLostError. Idempotent, blocks."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for member in self.members:
+            member.worker.stop()
+        for member in self.members:
+            member.worker.close()
+        self.transfer.close()
+        self.compile_counter.close()
+
+
+def on_thread(worker: Worker, action: Callable[[], T]) -> T:
+    """Do this on the worker's thread and wait for the result; what it raises is raised here."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # also an assertion: it is the caller's to see
+            future.set_exception(error)
+
+    if not worker.submit(Call(run, future.set_exception)):
+        raise worker.lost_error()
+    return future.result()

@@ -1,0 +1,211 @@
+"""Attempts that a worker prefills: from its queue to the first token.
+
+1. `start`: pages for the prompt, its cached prefix found; without room the attempt waits here.
+2. `step`: one chunk; its KV pieces are offered to the reserving worker as they are computed.
+3. The first token is the answer; the prompt's pages stay known as a prefix.
+Twin of decode_attempts.py. Knows no router and no transport. Owned by the worker's thread.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
+from jpd.errors import DeadlineError, JpdError, RequestError, TransferError, WorkerError
+from jpd.transfer.protocol import KVPiece, KVTransfer
+from jpd.worker.page_pool import HeldPages, PagePool
+from jpd.worker.protocol import Attempt, PrefillResult, Reservation
+
+PrefillAnswer = Callable[[PrefillResult | Exception], None]
+
+
+class PieceSender:
+    """Where a prefill engine emits its pieces; what cannot be offered is kept for the worker."""
+
+    def __init__(self, transfer: KVTransfer) -> None:
+        self._transfer = transfer
+        self._failures: dict[str, TransferError] = {}
+
+    def send(self, piece: KVPiece) -> None:
+        """Offer a piece. A transfer that cannot be started fails the attempt, not the worker."""
+        try:
+            self._transfer.offer(piece)
+        except Exception as error:
+            reason = f"pages {piece.page_start}+{piece.num_pages} cannot be sent: {error!r}"
+            self._failures[piece.attempt_id] = TransferError(piece.destination, reason)
+
+    def take_failures(self) -> dict[str, TransferError]:
+        failures, self._failures = self._failures, {}
+        return failures
+
+
+@dataclass(slots=True)
+class PrefillAttempt:
+    """All that one attempt holds here. The pages of a local prefill belong to its reservation."""
+
+    attempt: Attempt
+    reservation: Reservation
+    answer: PrefillAnswer
+    pages: HeldPages | None  # None: waits for room
+    is_local: bool
+
+
+class PrefillAttempts:
+    """The prefill role of a worker."""
+
+    def __init__(
+        self,
+        worker: str,
+        engine: PrefillEngine,
+        pool: PagePool,
+        sender: PieceSender,
+        *,
+        max_model_len: int,
+        on_local_done: Callable[[str], None] | None,
+    ) -> None:
+        self._worker, self._engine, self._pool, self._sender = worker, engine, pool, sender
+        self._max_model_len = max_model_len
+        self._on_local_done = on_local_done
+        self._held: dict[str, PrefillAttempt] = {}  # in order of arrival
+        self._num_releases_seen = -1  # when a waiting attempt last found no room
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(1 for held in self._held.values() if held.pages is None)
+
+    @property
+    def num_tokens_waiting(self) -> int:
+        """Prompt tokens not dispatched yet, of those with and without pages."""
+        waiting = (held.attempt for held in self._held.values() if held.pages is None)
+        num_waiting = sum(len(attempt.token_ids) for attempt in waiting)
+        return num_waiting + self._engine.num_tokens_waiting
+
+    @property
+    def next_deadline(self) -> float:
+        deadlines = (held.attempt.deadline for held in self._held.values())
+        return min(deadlines, default=float("inf"))
+
+    def start(self, attempt: Attempt, reservation: Reservation, answer: PrefillAnswer) -> None:
+        """Prefill for another worker's reservation."""
+        self._check_new(attempt)
+        num_pages = self._pool.num_pages_for(len(attempt.token_ids))
+        if num_pages > self._pool.num_pages or len(attempt.token_ids) >= self._max_model_len:
+            rule = (
+                f"a prompt of {len(attempt.token_ids)} tokens needs {num_pages} KV pages, worker "
+                f"{self._worker} has {self._pool.num_pages} and takes fewer than "
+                f"{self._max_model_len} tokens"
+            )
+            raise RequestError("prompt", len(attempt.token_ids), rule)
+        held = PrefillAttempt(attempt, reservation, answer, None, is_local=False)
+        self._held[attempt.attempt_id] = held
+        self._num_releases_seen = -1
+        self._admit()
+
+    def start_local(
+        self, attempt: Attempt, reservation: Reservation, pages: HeldPages, answer: PrefillAnswer
+    ) -> None:
+        """Prefill into the pages that this worker itself reserved."""
+        self._check_new(attempt)
+        held = PrefillAttempt(attempt, reservation, answer, pages, is_local=True)
+        self._held[attempt.attempt_id] = held
+        self._add_task(held, pages)
+
+    def _check_new(self, attempt: Attempt) -> None:
+        if attempt.attempt_id in self._held:
+            raise WorkerError(self._worker, f"attempt {attempt.attempt_id} is prefilled already")
+
+    def _admit(self) -> None:
+        """Give pages to waiting attempts while they last: by priority, then by time of waiting."""
+        if self._num_releases_seen == self._pool.num_releases:
+            return  # nothing was given back since somebody found no room
+        waiting = [held for held in self._held.values() if held.pages is None]
+        for held in sorted(waiting, key=lambda held: -held.attempt.priority):
+            held.pages = self._pool.take(held.attempt.token_ids, len(held.attempt.token_ids))
+            if held.pages is None:
+                self._num_releases_seen = self._pool.num_releases
+                return  # the others do not overtake it: it would starve
+            self._add_task(held, held.pages)
+
+    def _add_task(self, held: PrefillAttempt, pages: HeldPages) -> None:
+        attempt = held.attempt
+        self._engine.add(
+            PrefillTask(
+                attempt_id=attempt.attempt_id,
+                token_ids=attempt.token_ids,
+                page_ids=pages.page_ids[: self._pool.num_pages_for(len(attempt.token_ids))],
+                num_cached_tokens=pages.num_cached_tokens,
+                sampling=attempt.sampling,
+                stop_token_ids=attempt.stop_token_ids,
+                priority=attempt.priority,
+                deadline=attempt.deadline,
+                destination=None if held.is_local else held.reservation.worker,
+                send_from_page=held.reservation.num_cached_tokens // self._pool.page_size,
+            )
+        )
+
+    def step(self) -> None:
+        """One chunk; answers the prefills that the step before finished."""
+        self._admit()
+        if not self._engine.has_work:
+            return
+        done = self._engine.step()
+        for attempt_id, error in self._sender.take_failures().items():
+            self.fail(attempt_id, error)
+        for result in done:
+            self._commit(result)
+
+    def _commit(self, done: PrefillDone) -> None:
+        held = self._held.pop(done.attempt_id, None)
+        if held is None or held.pages is None:
+            return
+        if held.is_local and self._on_local_done is not None:
+            self._on_local_done(done.attempt_id)
+        else:
+            self._pool.keep(held.attempt.token_ids, held.pages.page_ids)
+            self._pool.release(held.pages.page_ids)
+        held.answer(
+            PrefillResult(
+                attempt_id=done.attempt_id,
+                token_id=done.token_id,
+                finish_reason=done.finish_reason,
+                num_cached_tokens=done.num_cached_tokens,
+                num_computed_tokens=done.num_computed_tokens,
+                queue_seconds=done.queue_seconds,
+                prefill_seconds=done.prefill_seconds,
+            )
+        )
+
+    def remove(self, attempt_id: str) -> None:
+        """Forget the attempt and give back its pages; nothing is answered. Idempotent."""
+        held = self._held.pop(attempt_id, None)
+        if held is None or held.pages is None:
+            return
+        self._engine.remove(attempt_id)
+        if not held.is_local:
+            self._pool.release(held.pages.page_ids)
+
+    def expire(self, now: float) -> None:
+        """Fail what is past its deadline."""
+        for attempt_id, held in list(self._held.items()):
+            if held.attempt.deadline <= now:
+                self.fail(attempt_id, DeadlineError(f"attempt {attempt_id}: deadline passed"))
+
+    def fail_all(self, error: JpdError) -> None:
+        """End every attempt with this error. The engine and the pool are lost with the worker."""
+        for held in self._held.values():
+            held.answer(error)
+        self._held.clear()
+
+    def fail(self, attempt_id: str, error: Exception) -> None:
+        """Forget the attempt and answer with this error. Nothing when it is not held."""
+        held = self._held.get(attempt_id)
+        if held is not None:
+            self.remove(attempt_id)
+            held.answer(error)
