@@ -1,0 +1,1 @@
+"""Who does what: admission, placement, sessions, failure policy, the life of a request. No jax."""

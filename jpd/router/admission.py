@@ -1,0 +1,191 @@
+"""The queue for room: highest priority first, then first come first served; bounded; never polled.
+
+1. A request that finds nobody waiting tries to reserve at once; one that is refused waits here.
+2. Whenever room may have been freed the first in line tries again, then the next, until one is
+   refused. Nobody of the same priority overtakes it, so small ones cannot starve a large one.
+3. Tries overlap only when the router's own count says there is room for both.
+
+Knows no workers: a try and the count of room are functions. Used by `jpd.router.journey`.
+"""
+
+import asyncio
+import bisect
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from jpd.errors import OverloadedError
+
+MIN_RETRY_AFTER_SECONDS = 1.0
+MAX_RETRY_AFTER_SECONDS = 60.0
+_GAP_WEIGHT = 0.1  # of the newest gap in the running mean
+
+Reserved = TypeVar("Reserved")
+
+
+class Ticket:
+    """A place in the queue. `may_skip`: it excludes workers, so those behind it may still try."""
+
+    def __init__(self, priority: int, sequence: int, fits: Callable[[], bool]) -> None:
+        self.key = (-priority, sequence)
+        self.fits = fits
+        self.may_skip = False
+        self.tried_generation = -1
+        self.is_trying = False
+        self.turn: asyncio.Future[None] | None = None  # set by whoever gives the turn
+
+
+class WaitingRoom:
+    """All requests that wait for a reservation. One event loop only."""
+
+    def __init__(
+        self,
+        max_waiting: int,
+        clock: Callable[[], float],
+        on_length: Callable[[int], None] = lambda length: None,
+    ) -> None:
+        self._max_waiting, self._clock, self._on_length = max_waiting, clock, on_length
+        self._line: list[Ticket] = []  # sorted by key
+        self._generation = 0  # counts the events that may have freed room
+        self._granted: Ticket | None = None  # was given the turn, has not begun its try
+        self._num_trying = 0
+        self._last_admitted: float | None = None
+        self._mean_gap_seconds = MIN_RETRY_AFTER_SECONDS
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._line)
+
+    def room_freed(self) -> None:
+        """Somewhere there may be more room than before."""
+        self._generation += 1
+        self._give_turn()
+
+    async def admit(
+        self,
+        ticket: Ticket,
+        attempt: Callable[[], Awaitable[Reserved | None]],
+        seconds_left: Callable[[], float],
+        *,
+        is_retry: bool = False,
+    ) -> Reserved:
+        """Wait until `attempt` gives a reservation. Raises OverloadedError when none came in time.
+
+        A retry has its place by its first arrival and is never refused for the length of the line.
+        """
+        try:
+            if self._line:
+                self._join(ticket, is_retry)
+                await self._await_turn(ticket, seconds_left())
+            while True:
+                reserved = await self._try(ticket, attempt)
+                if reserved is not None:
+                    self._note_admitted()
+                    return reserved
+                self._join(ticket, is_retry)
+                await self._await_turn(ticket, seconds_left())
+        except BaseException:
+            self._generation += 1  # what it stood in the way of may have room
+            raise
+        finally:
+            self._leave(ticket)
+
+    def retry_after_seconds(self) -> float:
+        """How long the line takes at the present pace."""
+        estimate = self._mean_gap_seconds * (1 + len(self._line))
+        return min(MAX_RETRY_AFTER_SECONDS, max(MIN_RETRY_AFTER_SECONDS, estimate))
+
+    def check_integrity(self) -> None:
+        """Counts against a recount. Raises AssertionError."""
+        assert self._line == sorted(self._line, key=_key), "the line is out of order"
+        assert self._num_trying >= sum(ticket.is_trying for ticket in self._line)
+        assert self._granted is None or self._granted in self._line, "the turn is with nobody"
+
+    def is_idle(self) -> bool:
+        return not self._line and self._num_trying == 0 and self._granted is None
+
+    async def _try(
+        self, ticket: Ticket, attempt: Callable[[], Awaitable[Reserved | None]]
+    ) -> Reserved | None:
+        ticket.tried_generation = self._generation
+        ticket.is_trying = True
+        self._num_trying += 1
+        if self._granted is ticket:
+            self._granted = None
+        # The try counts its need before it first waits; only then may the next one look for room.
+        asyncio.get_running_loop().call_soon(self._give_turn)
+        try:
+            return await attempt()
+        finally:
+            ticket.is_trying = False
+            self._num_trying -= 1
+
+    def _join(self, ticket: Ticket, is_retry: bool) -> None:
+        if ticket in self._line:
+            return
+        if len(self._line) >= self._max_waiting and not is_retry:
+            self._make_place(ticket)
+        bisect.insort(self._line, ticket, key=_key)
+        self._on_length(len(self._line))
+
+    def _make_place(self, ticket: Ticket) -> None:
+        """The last in line yields to a higher priority; else the newcomer is refused."""
+        error = OverloadedError(
+            f"{len(self._line)} requests are waiting for room", self.retry_after_seconds()
+        )
+        last = self._line[-1] if self._line else None
+        if last is None or last.key[0] <= ticket.key[0] or last.turn is None or last.turn.done():
+            raise error
+        last.turn.set_exception(error)
+        self._remove(last)
+
+    async def _await_turn(self, ticket: Ticket, seconds: float) -> None:
+        ticket.turn = asyncio.get_running_loop().create_future()
+        self._give_turn()
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                await ticket.turn
+        except TimeoutError as error:
+            reason = "no room before the deadline"
+            raise OverloadedError(reason, self.retry_after_seconds()) from error
+        finally:
+            ticket.turn = None
+
+    def _give_turn(self) -> None:
+        """Wake the first in line that has not been refused since room was last freed."""
+        if self._granted is not None:
+            return
+        for ticket in self._line:
+            if ticket.is_trying:
+                continue
+            if ticket.tried_generation == self._generation:
+                if ticket.may_skip:
+                    continue
+                return
+            if ticket.turn is None or ticket.turn.done():
+                return
+            if self._num_trying == 0 or ticket.fits():
+                self._granted = ticket
+                ticket.turn.set_result(None)
+            return
+
+    def _leave(self, ticket: Ticket) -> None:
+        if self._granted is ticket:
+            self._granted = None
+        if ticket in self._line:
+            self._remove(ticket)
+        self._give_turn()
+
+    def _remove(self, ticket: Ticket) -> None:
+        self._line.remove(ticket)
+        self._on_length(len(self._line))
+
+    def _note_admitted(self) -> None:
+        now = self._clock()
+        if self._last_admitted is not None:
+            gap = now - self._last_admitted
+            self._mean_gap_seconds += _GAP_WEIGHT * (gap - self._mean_gap_seconds)
+        self._last_admitted = now
+
+
+def _key(ticket: Ticket) -> tuple[int, int]:
+    return ticket.key

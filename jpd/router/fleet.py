@@ -1,0 +1,216 @@
+"""What the router knows of its workers: clients, health, and the work it has given to each.
+
+The router's own counts are taken when work is given and returned when its phase ends, so they
+never lag behind a status report. Knows no requests. Written by `jpd.router.holding` and
+`jpd.router.health`.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jpd.metrics import Metrics
+from jpd.router.guard import Watch
+from jpd.router.policy import WorkerView
+from jpd.worker.protocol import Role, WorkerClient, WorkerStatus
+
+FAULTS_TO_SUSPEND = 3
+"""Faults in a row after which a worker is the last choice for a while."""
+FIRST_SUSPENSION_SECONDS = 1.0
+MAX_SUSPENSION_SECONDS = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class WorkerEntry:
+    """One worker: what it reports, and what this router has given to it."""
+
+    client: WorkerClient
+    watch: Watch
+    status: WorkerStatus | None = None
+    progress_time: float = 0.0  # when `last_step_time` was last seen to change
+    busy_since: float | None = None  # since when it has had work without a break
+    stuck_since: float | None = None  # until it makes progress again
+    num_rows: int = 0
+    num_reserved_pages: int = 0
+    num_prefills: int = 0
+    num_prefill_tokens: int = 0
+    last_chosen: int = 0
+    num_faults_in_a_row: int = 0
+    suspended_until: float = 0.0  # 0.0: not suspended
+    view: WorkerView | None = field(default=None)  # None: to be made again
+
+    @property
+    def role(self) -> Role:
+        return self.status.role if self.status is not None else self.client.role
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_rows > 0 or self.num_prefills > 0
+
+    def make_view(self) -> WorkerView:
+        status = self.status
+        return WorkerView(
+            name=self.client.name,
+            role=self.role,
+            is_available=not (self.watch.is_down or status is None or status.draining),
+            is_suspended=self.suspended_until > 0.0,
+            can_prefill=status is not None and status.can_prefill,
+            num_slots=status.num_slots if status is not None else 0,
+            num_pages=status.num_pages if status is not None else 0,
+            num_rows=self.num_rows,
+            num_reserved_pages=self.num_reserved_pages,
+            num_prefills=self.num_prefills,
+            num_prefill_tokens=self.num_prefill_tokens,
+            last_chosen=self.last_chosen,
+        )
+
+
+class Fleet:
+    """All workers of one router. `on_change` is called whenever there may be more room."""
+
+    def __init__(
+        self,
+        clients: Iterable[WorkerClient],
+        metrics: Metrics,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._metrics, self._clock, self._on_change = metrics, clock, on_change
+        self._entries: dict[str, WorkerEntry] = {}
+        self._num_chosen = 0
+        for client in clients:
+            if client.name in self._entries:
+                raise ValueError(f"two workers are named {client.name!r}")
+            watch = Watch(client.name)
+            watch.go_down("its first status is awaited")
+            self._entries[client.name] = WorkerEntry(client, watch)
+            client.on_room(on_change)
+
+    @property
+    def entries(self) -> Sequence[WorkerEntry]:
+        return tuple(self._entries.values())
+
+    def client(self, worker: str) -> WorkerClient:
+        return self._entries[worker].client
+
+    def watch(self, worker: str) -> Watch:
+        return self._entries[worker].watch
+
+    def view(self, worker: str) -> WorkerView:
+        entry = self._entries[worker]
+        if entry.view is None:
+            entry.view = entry.make_view()
+        return entry.view
+
+    def snapshot(self) -> tuple[WorkerView, ...]:
+        """One look at every worker."""
+        now = self._clock()
+        for entry in self._entries.values():
+            if 0.0 < entry.suspended_until <= now:
+                entry.suspended_until = 0.0
+                entry.view = None
+        return tuple(entry.view or self.view(name) for name, entry in self._entries.items())
+
+    # Work given and returned.
+
+    def take_row(self, worker: str, num_pages: int) -> None:
+        entry = self._touch(worker, chosen=True)
+        entry.num_rows += 1
+        entry.num_reserved_pages += num_pages
+        self._metrics.requests_running.labels(worker, "decode").set(entry.num_rows)
+
+    def give_row(self, worker: str, num_pages: int, *, was_held: bool = True) -> None:
+        """Return a row. One that was refused frees no room: nobody is woken to try again."""
+        entry = self._touch(worker)
+        entry.num_rows -= 1
+        entry.num_reserved_pages -= num_pages
+        self._metrics.requests_running.labels(worker, "decode").set(entry.num_rows)
+        if was_held:
+            self._on_change()
+
+    def take_prefill(self, worker: str, num_tokens: int) -> None:
+        entry = self._touch(worker, chosen=True)
+        entry.num_prefills += 1
+        entry.num_prefill_tokens += num_tokens
+        self._metrics.requests_running.labels(worker, "prefill").set(entry.num_prefills)
+
+    def give_prefill(self, worker: str, num_tokens: int) -> None:
+        entry = self._touch(worker)
+        entry.num_prefills -= 1
+        entry.num_prefill_tokens -= num_tokens
+        self._metrics.requests_running.labels(worker, "prefill").set(entry.num_prefills)
+
+    # Faults and health.
+
+    def note_success(self, worker: str) -> None:
+        """An attempt went well here: earlier faults are forgiven."""
+        entry = self._entries[worker]
+        if entry.num_faults_in_a_row:
+            entry.num_faults_in_a_row = 0
+            entry.suspended_until = 0.0
+            entry.view = None
+
+    def note_fault(self, worker: str) -> None:
+        """The worker broke an attempt. Never called for what a client did wrong."""
+        entry = self._touch(worker)
+        entry.num_faults_in_a_row += 1
+        excess = entry.num_faults_in_a_row - FAULTS_TO_SUSPEND
+        if excess >= 0:
+            seconds = min(MAX_SUSPENSION_SECONDS, FIRST_SUSPENSION_SECONDS * 2.0 ** min(excess, 10))
+            entry.suspended_until = self._clock() + seconds
+            _log.warning(
+                "worker %s is suspended for %.0f s: %d faults in a row",
+                worker,
+                seconds,
+                entry.num_faults_in_a_row,
+            )
+
+    def note_status(self, status: WorkerStatus) -> None:
+        """Take in a report. Keeps up or down as it is: `set_down` and `set_up` decide that."""
+        entry = self._touch(status.name)
+        before = entry.status
+        if before is None or before.last_step_time != status.last_step_time:
+            entry.progress_time = self._clock()
+        self._count_events(before, status)
+        self._metrics.kv_pages_in_use.labels(status.name).set(status.num_pages_used)
+        entry.status = status
+
+    def _count_events(self, before: WorkerStatus | None, status: WorkerStatus) -> None:
+        """Workers report totals since their start; a smaller one means that they began again."""
+        num_compilations = status.num_compilations_after_ready
+        num_unknown = status.num_unknown_attempts
+        if before is not None:
+            if num_compilations >= before.num_compilations_after_ready:
+                num_compilations -= before.num_compilations_after_ready
+            if num_unknown >= before.num_unknown_attempts:
+                num_unknown -= before.num_unknown_attempts
+        self._metrics.unknown_attempts.inc(num_unknown)
+        self._metrics.compilations_after_ready.inc(num_compilations)
+        if num_compilations:
+            _log.error("worker %s compiled %d times after ready", status.name, num_compilations)
+
+    def set_down(self, worker: str, reason: str) -> None:
+        """No new work goes there, and every wait on it ends."""
+        entry = self._touch(worker)
+        if entry.watch.down_reason != reason:
+            _log.warning("worker %s is down: %s", worker, reason)
+            entry.watch.go_down(reason)
+            self._on_change()
+
+    def set_up(self, worker: str) -> None:
+        entry = self._touch(worker)
+        if entry.watch.is_down:
+            _log.info("worker %s is up", worker)
+            entry.watch.come_up()
+            self._on_change()
+
+    def _touch(self, worker: str, chosen: bool = False) -> WorkerEntry:
+        """The entry, whose view has to be made again."""
+        entry = self._entries[worker]
+        entry.view = None
+        if chosen:
+            self._num_chosen += 1
+            entry.last_chosen = self._num_chosen
+        return entry

@@ -1,0 +1,303 @@
+"""The life of one request, from waiting to its one terminal event, in a task of its own.
+
+1. wait for room and reserve on a decode worker
+2. choose where to prefill; prefill; the first token goes out at once
+3. wait for the KV on the decode worker, then hand on its tokens
+4. when a worker breaks the attempt, do what the failure table says, with a new attempt id
+
+Every way out of an attempt releases what it holds. Called by `jpd.router.router`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from jpd.errors import JpdError, RequestCancelledError, WorkerError, WorkerLostError
+from jpd.request import FinishReason, RequestState, TokenOutput
+from jpd.router import policy
+from jpd.router.accounting import account_end, account_tokens
+from jpd.router.admission import Ticket
+from jpd.router.failure import Action, AttemptFailedError, Fault, FaultFacts, decide
+from jpd.router.holding import Holding
+from jpd.router.parts import RouterParts
+from jpd.router.record import RequestRecord
+from jpd.router.stream import Mailbox
+from jpd.worker.protocol import Attempt, DecodeEvent, PrefillResult, Reservation
+
+_log = logging.getLogger(__name__)
+
+
+class Journey:
+    """Drives one record through its states. Made and run on the router's event loop."""
+
+    def __init__(self, parts: RouterParts, record: RequestRecord, mailbox: Mailbox) -> None:
+        self._parts, self._fleet, self._metrics = parts, parts.fleet, parts.metrics
+        self._clock = parts.clock
+        self.record, self._mailbox = record, mailbox
+        self._timeline = record.timeline
+        self.holding: Holding | None = None  # of the present attempt
+        self._stopped_by_client = False
+        # Of the last attempt, for the failure table:
+        self._decode_worker = ""
+        self._prefill_worker = ""
+        self._num_uncached_tokens = 0
+        self._fatal_fault: Fault | None = None
+
+    async def run(self) -> None:
+        """Serve until the terminal event. Raises nothing but CancelledError."""
+        try:
+            await self._serve()
+        except asyncio.CancelledError:
+            self.end_cancelled()
+            raise
+        except JpdError as error:
+            self._end(RequestState.FAILED, error)
+        except Exception as error:
+            _log.exception("request %s broke the router", self.record.internal_id)
+            self._end(RequestState.FAILED, error)
+
+    def stop(self) -> None:
+        """The client has all it wants: a cancel that follows counts as a success."""
+        self._stopped_by_client = bool(self.record.sent_token_ids)
+
+    def end_cancelled(self) -> None:
+        """The terminal event of a request whose task was cancelled."""
+        if self._stopped_by_client:
+            self._end(RequestState.FINISHED, None)
+        else:
+            self._end(RequestState.CANCELLED, RequestCancelledError("the request was cancelled"))
+
+    async def _serve(self) -> None:
+        while True:
+            try:
+                return await self._attempt()
+            except AttemptFailedError as failed:
+                self._begin_again(failed)
+
+    async def _attempt(self) -> None:
+        """One try. Returns after the last token. Raises AttemptFailedError: a worker broke it."""
+        attempt = self.record.next_attempt()
+        holding, reservation = await self._reserve(attempt)
+        try:
+            worker = self._choose_prefill_worker(attempt, reservation)
+            result = await self._prefill(holding, reservation, worker)
+            if not self._send((result.token_id,), result.finish_reason):
+                await self._decode(holding, result)
+        finally:
+            holding.release()
+            self.holding = None
+
+    async def _reserve(self, attempt: Attempt) -> tuple[Holding, Reservation]:
+        """Wait for room. Raises OverloadedError, RequestError, WorkerError: nobody left to ask."""
+        record, wishes = self.record, self._wishes()
+        ticket = Ticket(
+            attempt.priority,
+            record.sequence,
+            lambda: policy.has_room(self._fleet.snapshot(), wishes),
+        )
+        reserved = await self._parts.waiting_room.admit(
+            ticket,
+            lambda: self._try_to_reserve(attempt, ticket),
+            lambda: attempt.deadline - self._clock(),
+            is_retry=record.num_attempts > 1,
+        )
+        record.advance(RequestState.RESERVED, self._clock())
+        return reserved
+
+    async def _try_to_reserve(
+        self, attempt: Attempt, ticket: Ticket
+    ) -> tuple[Holding, Reservation] | None:
+        """Ask the decode workers in turn, best first; one that fails is not asked again."""
+        wishes = self._wishes()
+        self._check_somebody_decodes(wishes)
+        for view in policy.rank_decoders(self._fleet.snapshot(), wishes):
+            self.holding = holding = Holding(self._parts, attempt, wishes.num_pages)
+            try:
+                reservation = await holding.reserve(view.name)
+            except WorkerError as error:
+                self._note_lost(view.name, "reserve_failed")
+                _log.warning("%s: reserve failed: %s", attempt.attempt_id, error)
+                continue
+            if reservation is not None:
+                return holding, reservation
+        wishes = self._wishes()
+        self._check_somebody_decodes(wishes)
+        ticket.may_skip = bool(wishes.lost or wishes.avoided)
+        return None
+
+    def _choose_prefill_worker(self, attempt: Attempt, reservation: Reservation) -> str:
+        """Path and worker of the prefill. Raises AttemptFailedError when no worker is there."""
+        decoder = self._fleet.view(reservation.worker)
+        num_uncached = len(attempt.token_ids) - reservation.num_cached_tokens
+        self._decode_worker, self._prefill_worker = decoder.name, ""
+        self._num_uncached_tokens = num_uncached
+        forced = False if self.record.must_be_local else self.record.request.disaggregate
+        limit = self._parts.config.local_prefill_tokens
+        path = policy.choose_path(decoder, num_uncached, limit, forced)
+        worker = decoder.name
+        if path == "disaggregated":
+            chosen = self._prefill_choice(decoder.name)
+            if chosen is None:
+                error = WorkerError("prefill", self._why_nobody("prefill"))
+                raise AttemptFailedError(Fault.PREFILL_LOST, error)
+            worker = chosen.name
+        self._metrics.router_decisions.labels(path).inc()
+        if self.record.num_attempts == 1:
+            self.record.note(path)
+        self._prefill_worker = worker
+        self._timeline.prefill_worker, self._timeline.decode_worker = worker, decoder.name
+        bound = worker if path == "disaggregated" else None
+        self._parts.sessions.bind(self.record.request.session_id, decoder.name, bound)
+        return worker
+
+    async def _prefill(
+        self, holding: Holding, reservation: Reservation, worker: str
+    ) -> PrefillResult:
+        self.record.advance(RequestState.PREFILLING, self._clock())
+        result = await holding.prefill(worker, reservation)
+        if self.record.sent_token_ids:
+            self._timeline.num_replayed_tokens += result.num_computed_tokens
+            self._metrics.replayed_tokens.inc(result.num_computed_tokens)
+        else:
+            self._timeline.num_cached_tokens = result.num_cached_tokens
+            self._metrics.prefix_cache_hit_tokens.inc(result.num_cached_tokens)
+            self._metrics.prompt_tokens.inc(self.record.request.num_prompt_tokens)
+        return result
+
+    async def _decode(self, holding: Holding, result: PrefillResult) -> None:
+        is_local = self._prefill_worker == self._decode_worker
+        state = RequestState.DECODING if is_local else RequestState.TRANSFERRING
+        self.record.advance(state, self._clock())
+        await holding.decode(
+            result.token_id,
+            self._parts.config.transfer_timeout_seconds,
+            self._take_kv,
+            self._take_event,
+        )
+
+    def _take_kv(self, event: DecodeEvent) -> None:
+        """The KV is whole on the decode worker."""
+        now = self._clock()
+        if self.record.state is RequestState.TRANSFERRING:
+            kv_time = now if event.kv_complete_time is None else event.kv_complete_time
+            self.record.advance(RequestState.DECODING, min(kv_time, now))
+        self._timeline.kv_bytes += event.kv_bytes
+        self._metrics.kv_transfer_bytes.inc(event.kv_bytes)
+        for worker in {self._prefill_worker, self._decode_worker}:
+            self._fleet.note_success(worker)
+
+    def _take_event(self, event: DecodeEvent) -> bool:
+        """Hand tokens on. True after the last one; more than was asked for are never handed on."""
+        token_ids = event.token_ids[: self.record.num_tokens_left]
+        return self._send(token_ids, event.finish_reason)
+
+    def _send(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> bool:
+        """Give tokens to the client; with the last ones the request is finished."""
+        record, now = self.record, self._clock()
+        account_tokens(self._metrics, record, len(token_ids), now)
+        record.take_tokens(token_ids, now)
+        if finish_reason is None and record.num_tokens_left == 0:
+            finish_reason = "length"
+        if finish_reason is None:
+            if token_ids:
+                self._mailbox.put(TokenOutput(tuple(token_ids)))
+            return False
+        record.advance(RequestState.FINISHED, now)
+        self._mailbox.put(TokenOutput(tuple(token_ids), finish_reason, self._timeline))
+        account_end(self._metrics, record, None)
+        self._mailbox.end(None)
+        return True
+
+    def _begin_again(self, failed: AttemptFailedError) -> None:
+        """Back to WAITING by the failure table, or raise the error when the table says fail."""
+        record, fault = self.record, failed.fault
+        record.num_faults[fault] += 1
+        self._blame(fault)
+        action = decide(self._parts.config.failure, fault, self._facts(fault))
+        _log.warning(
+            "%s.%d: %s: %s: %s",
+            record.internal_id,
+            record.num_attempts,
+            fault.value,
+            failed.error,
+            action.value,
+        )
+        if action is Action.FAIL:
+            self._fatal_fault = fault
+            raise failed.error
+        self._metrics.retries.labels(fault.value).inc()
+        self._timeline.num_retries += 1
+        record.note(action.value)
+        record.must_be_local = action in (Action.LOCAL_PREFILL, Action.RECOMPUTE_ON_DECODE)
+        record.advance(RequestState.WAITING, self._clock())
+
+    def _blame(self, fault: Fault) -> None:
+        """Exclude who failed: for good when lost; after a transfer only if there is another."""
+        record, prefill, decode = self.record, self._prefill_worker, self._decode_worker
+        excluded, workers = {
+            Fault.PREFILL_LOST: (record.lost_workers, {prefill}),
+            Fault.DECODE_LOST: (record.lost_workers, {decode}),
+            Fault.TRANSFER_FAILED: (record.avoided_workers, {prefill, decode}),
+        }[fault]
+        for worker in workers:
+            if worker:  # none: no prefill worker was there to be chosen
+                excluded.add(worker)
+                self._fleet.note_fault(worker)
+
+    def _facts(self, fault: Fault) -> FaultFacts:
+        decoder = self._fleet.view(self._decode_worker)
+        limit = self._parts.config.local_prefill_tokens
+        wishes = self._wishes()
+        return FaultFacts(
+            num_faults=self.record.num_faults[fault],
+            is_short=policy.is_short(decoder, self._num_uncached_tokens, limit),
+            other_prefill=self._prefill_choice(decoder.name) is not None,
+            other_decode=bool(policy.capable_decoders(self._fleet.snapshot(), wishes)),
+        )
+
+    def _prefill_choice(self, decode_worker: str) -> policy.WorkerView | None:
+        return policy.choose_prefill(
+            self._fleet.snapshot(),
+            decode_worker,
+            self._wishes(),
+            allow_colocated=self.record.request.disaggregate is True,
+        )
+
+    def _wishes(self) -> policy.Wishes:
+        resolved = self.record.resolved
+        num_tokens = resolved.request.num_prompt_tokens + resolved.max_tokens
+        binding = self._parts.sessions.find(resolved.request.session_id)
+        return policy.Wishes(
+            num_pages=-(-num_tokens // self._parts.page_size),
+            sticky_decode=binding.decode_worker if binding is not None else None,
+            sticky_prefill=binding.prefill_worker if binding is not None else None,
+            lost=self.record.lost_workers,
+            avoided=self.record.avoided_workers,
+        )
+
+    def _note_lost(self, worker: str, reason: str) -> None:
+        self.record.lost_workers.add(worker)
+        self._fleet.note_fault(worker)
+        self._metrics.retries.labels(reason).inc()
+        self._timeline.num_retries += 1
+
+    def _check_somebody_decodes(self, wishes: policy.Wishes) -> None:
+        if not policy.capable_decoders(self._fleet.snapshot(), wishes):
+            raise WorkerLostError("decode", self._why_nobody("decode"))
+
+    def _why_nobody(self, role: str) -> str:
+        """Why no worker of a role can take the request, worker by worker."""
+        reasons = [
+            f"{entry.client.name}: {entry.watch.down_reason or 'cannot take this request'}"
+            for entry in self._fleet.entries
+            if entry.role in (role, "colocated")
+        ]
+        return f"no {role} worker is available ({'; '.join(reasons) or 'there is none'})"
+
+    def _end(self, state: RequestState, error: Exception | None) -> None:
+        """The terminal event of a request that did not reach its last token."""
+        record = self.record
+        if record.is_live:
+            record.advance(state, self._clock())
+            account_end(self._metrics, record, error, self._fatal_fault)
+        self._mailbox.end(error)

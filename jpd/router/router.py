@@ -1,0 +1,192 @@
+"""The router: takes requests, gives each a journey of its own, and answers for the whole.
+
+    router = Router(clients, config, slos, metrics, max_model_len=..., page_size=...)
+    await router.start()
+    async for output in router.generate(request): ...
+
+Knows no text, no transport and no devices. Everything runs on one event loop. Called by the
+frontends and the API.
+"""
+
+import asyncio
+import itertools
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+
+from jpd.config import RouterConfig, SloConfig
+from jpd.errors import RequestError, WorkerError
+from jpd.metrics import Metrics
+from jpd.request import Request
+from jpd.router.admission import WaitingRoom
+from jpd.router.fleet import Fleet
+from jpd.router.health import POLL_SECONDS, STUCK_SECONDS, Health, HealthMonitor, judge
+from jpd.router.journey import Journey
+from jpd.router.parts import RouterParts
+from jpd.router.record import RequestRecord, ResolvedRequest
+from jpd.router.releases import Releases
+from jpd.router.resolve import Limits, resolve
+from jpd.router.sessions import SessionTable
+from jpd.router.stream import Delivery, Mailbox, TokenStream
+from jpd.worker.protocol import WorkerClient, WorkerStatus
+
+SEED_BITS = 63
+
+
+class Router:
+    """One router over one fleet. Not thread-safe: use it on the loop that ran `start`."""
+
+    def __init__(
+        self,
+        clients: Iterable[WorkerClient],
+        config: RouterConfig,
+        slos: Sequence[SloConfig],
+        metrics: Metrics,
+        *,
+        max_model_len: int,
+        page_size: int,
+        vocab_size: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        poll_seconds: float = POLL_SECONDS,
+        stuck_seconds: float = STUCK_SECONDS,
+    ) -> None:
+        waiting_room = WaitingRoom(config.max_waiting, clock, metrics.requests_waiting.set)
+        fleet = Fleet(clients, metrics, clock, waiting_room.room_freed)
+        self._parts = RouterParts(
+            config=config,
+            page_size=page_size,
+            fleet=fleet,
+            waiting_room=waiting_room,
+            sessions=SessionTable(config.session_ttl_seconds, clock),
+            releases=Releases(fleet),
+            metrics=metrics,
+            clock=clock,
+        )
+        self._monitor = HealthMonitor(
+            fleet, clock, poll_seconds=poll_seconds, stuck_seconds=stuck_seconds
+        )
+        self._limits = Limits(max_model_len, page_size, vocab_size)
+        self._slos = {slo.name: slo for slo in slos}
+        self._random = random.SystemRandom()
+        self._sequence = itertools.count()
+        self._router_id = uuid.uuid4().hex[:8]
+        self._journeys: dict[asyncio.Task[None], Journey] = {}
+        self._is_draining = False
+
+    async def start(self) -> None:
+        """Hear from every worker once, then watch them. Requests are served from now on."""
+        await self._monitor.start()
+
+    def generate(self, request: Request) -> TokenStream:
+        """The request's tokens as they come; closing the stream cancels everywhere.
+
+        Raises RequestError at once for what can never be served, WorkerError when draining. The
+        request takes its place in the queue with the first read.
+        """
+        if self._is_draining:
+            raise WorkerError("router", "the server is shutting down")
+        try:
+            resolved = resolve(
+                request,
+                self._limits,
+                self._parts.fleet.snapshot(),
+                self._slos,
+                lambda: self._random.getrandbits(SEED_BITS),
+            )
+        except RequestError:
+            self._parts.metrics.requests.labels("failed").inc()
+            self._parts.metrics.requests_failed.labels("bad_request").inc()
+            raise
+        return TokenStream(lambda: self._begin(resolved))
+
+    def health(self) -> Health:
+        """The verdict of this moment."""
+        limit = self._parts.config.local_prefill_tokens
+        return judge(self._parts.fleet, limit, self._is_draining)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests between their first read and their terminal event."""
+        return len(self._journeys)
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and output of the longest sequence that can be served."""
+        return self._limits.context(self._parts.fleet.snapshot())
+
+    def worker_statuses(self) -> tuple[WorkerStatus, ...]:
+        """The last report of every worker that was heard from."""
+        return tuple(
+            entry.status for entry in self._parts.fleet.entries if entry.status is not None
+        )
+
+    async def drain(self) -> None:
+        """Take no new requests; return when the running ones have ended and workers are empty."""
+        self._is_draining = True
+        while self._journeys:
+            await asyncio.wait(tuple(self._journeys))
+        await self._parts.releases.settle()
+        clients = [entry.client for entry in self._parts.fleet.entries if not entry.watch.is_down]
+        await asyncio.gather(*(client.drain() for client in clients), return_exceptions=True)
+
+    async def close(self) -> None:
+        """Cancel what still runs, everywhere, and stop watching. Idempotent."""
+        self._is_draining = True
+        for task in tuple(self._journeys):
+            task.cancel()
+        while self._journeys:
+            await asyncio.wait(tuple(self._journeys))
+        await self._parts.releases.settle()
+        await self._monitor.close()
+
+    async def settle(self) -> None:
+        """Wait until workers have acknowledged every cancel sent so far."""
+        await self._parts.releases.settle()
+
+    def check_integrity(self) -> None:
+        """Every count against a recount of what live requests hold. Raises AssertionError."""
+        holdings = [journey.holding for journey in self._journeys.values()]
+        for view in self._parts.fleet.snapshot():
+            rows = [held for held in holdings if held and held.decode_worker == view.name]
+            prefills = [
+                held
+                for held in holdings
+                if held and held.num_prefill_tokens and held.prefill_worker == view.name
+            ]
+            counted = (
+                view.num_rows,
+                view.num_reserved_pages,
+                view.num_prefills,
+                view.num_prefill_tokens,
+            )
+            recounted = (
+                len(rows),
+                sum(held.num_pages for held in rows),
+                len(prefills),
+                sum(held.num_prefill_tokens for held in prefills),
+            )
+            assert counted == recounted, f"{view.name}: counted {counted}, there are {recounted}"
+        self._parts.waiting_room.check_integrity()
+        if not self._journeys:
+            assert self._parts.waiting_room.is_idle(), "nobody is there, yet somebody waits"
+
+    def _begin(self, resolved: ResolvedRequest) -> Delivery:
+        """Start the journey of a request; called with the first read of its stream."""
+        number = next(self._sequence)
+        record = RequestRecord(
+            resolved=resolved,
+            internal_id=f"{self._router_id}-{number}",
+            sequence=number,
+            phase_started=resolved.request.arrival_time,
+        )
+        mailbox = Mailbox()
+        journey = Journey(self._parts, record, mailbox)
+        task = asyncio.get_running_loop().create_task(journey.run(), name=record.internal_id)
+        self._journeys[task] = journey
+        task.add_done_callback(self._forget)
+        return Delivery(task, mailbox, record.timeline, journey.stop)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        journey = self._journeys.pop(task)
+        journey.end_cancelled()  # nothing to do, unless it was cancelled before its first step

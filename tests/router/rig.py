@@ -1,0 +1,136 @@
+"""A router over fake workers in virtual time, and the questions every test asks of it."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jpd.config import FailureConfig, RouterConfig, SloConfig
+from jpd.metrics import Metrics
+from jpd.request import FinishReason, Request, SamplingParams, Timeline
+from jpd.router.policy import WorkerView
+from jpd.router.router import Router
+from tests.support.fake_worker import FakeWorker
+
+PAGE_SIZE = 16
+VOCAB_SIZE = 256
+
+
+@dataclass
+class Answer:
+    """What a client got from one request, read to its end."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    timeline: Timeline | None = None
+    num_ends: int = 0
+
+
+@dataclass
+class Rig:
+    workers: dict[str, FakeWorker]
+    router: Router
+    metrics: Metrics
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def __getitem__(self, worker: str) -> FakeWorker:
+        return self.workers[worker]
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def request(
+        self,
+        prompt: Sequence[int] = (1, 2, 3),
+        max_tokens: int | None = 5,
+        timeout: float = 600.0,
+        **fields: Any,
+    ) -> Request:
+        sampling = {
+            name: fields.pop(name)
+            for name in ("min_tokens", "seed", "stop_token_ids", "ignore_eos", "temperature")
+            if name in fields
+        }
+        return Request(
+            request_id=f"r{next(self._numbers)}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+            arrival_time=self.now,
+            deadline=self.now + timeout,
+            **fields,
+        )
+
+    async def ask(self, request: Request) -> Answer:
+        answer = Answer()
+        async with contextlib.aclosing(self.router.generate(request)) as outputs:
+            async for output in outputs:
+                answer.token_ids += output.token_ids
+                if output.finish_reason is not None:
+                    answer.finish_reason = output.finish_reason
+                    answer.timeline = output.timeline
+                    answer.num_ends += 1
+        assert answer.num_ends == 1
+        return answer
+
+    def begin(self, request: Request) -> "asyncio.Task[Answer]":
+        return asyncio.create_task(self.ask(request))
+
+    def view(self, worker: str) -> WorkerView:
+        return next(view for view in self.fleet_views() if view.name == worker)
+
+    def fleet_views(self) -> tuple[WorkerView, ...]:
+        return self.router._parts.fleet.snapshot()
+
+    async def assert_idle(self) -> None:
+        """Invariant: when nothing runs, every count is back at its baseline."""
+        await self.router.settle()
+        await asyncio.sleep(2.0)  # transfers that were under way have ended
+        self.router.check_integrity()
+        assert self.router.num_requests == 0
+        for view in self.fleet_views():
+            work = view.num_rows, view.num_reserved_pages, view.num_prefills
+            assert (*work, view.num_prefill_tokens) == (0, 0, 0, 0), view
+        for worker in self.workers.values():
+            assert worker.num_held == 0, f"{worker.name} still holds {worker.num_held} attempts"
+        assert self.metrics.value("jpd:requests_waiting") == 0
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    *workers: FakeWorker,
+    failure: FailureConfig | None = None,
+    slos: Sequence[SloConfig] = (),
+    max_model_len: int = 512,
+    check: bool = True,
+    options: dict[str, Any] | None = None,
+    **config: Any,
+) -> AsyncIterator[Rig]:
+    """A started router; on the way out all must be at its baseline, unless `check` is off."""
+    metrics = Metrics()
+    router = Router(
+        workers,
+        RouterConfig(failure=failure or FailureConfig(), **config),
+        slos,
+        metrics,
+        max_model_len=max_model_len,
+        page_size=PAGE_SIZE,
+        vocab_size=VOCAB_SIZE,
+        clock=asyncio.get_running_loop().time,
+        **(options or {}),
+    )
+    await router.start()
+    made = Rig({worker.name: worker for worker in workers}, router, metrics)
+    try:
+        yield made
+        if check:
+            await made.assert_idle()
+    finally:
+        await router.close()
+
+
+def counted(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What the fake workers' arithmetic gives."""
+    return [(prompt[-1] + step) % VOCAB_SIZE for step in range(1, num_tokens + 1)]
