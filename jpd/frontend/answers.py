@@ -1,0 +1,192 @@
+"""OpenAI's answer objects: whole ones as dicts, streamed ones as ready SSE bytes.
+
+A streamed chunk is cut once for each request and choice, so that a token costs one JSON string and
+one concatenation. Knows no transport and no router. Called by the HTTP routes.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable
+from typing import Literal
+
+from jpd.frontend.errors import Failure
+from jpd.frontend.job import PreparedJob
+from jpd.frontend.service import Generation, TextDelta
+from jpd.request import Timeline
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+AnswerKind = Literal["completion", "chat"]
+_OBJECTS = {
+    "completion": ("cmpl", "text_completion", "text_completion"),
+    "chat": ("chatcmpl", "chat.completion", "chat.completion.chunk"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """How one answer is to look."""
+
+    kind: AnswerKind
+    request_id: str
+    model: str
+    include_usage: bool = False  # of a stream
+    include_details: bool = False
+    include_token_ids: bool = False
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        return f"{_OBJECTS[self.kind][0]}-{self.request_id}"
+
+
+class UsageCounter:
+    """Counts what a job used, from its deltas or its whole choices."""
+
+    def __init__(self, prepared: PreparedJob) -> None:
+        self._prepared = prepared
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+
+    def add(self, delta: TextDelta) -> None:
+        self.num_output_tokens += len(delta.token_ids)
+        if delta.timeline is not None:
+            self.add_cached(delta.index, delta.timeline)
+
+    def add_cached(self, index: int, timeline: Timeline) -> None:
+        if (
+            index % self._prepared.job.n == 0
+        ):  # a prompt counts once, and so does what was cached of it
+            self.num_cached_tokens += timeline.num_cached_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._prepared.num_prompt_tokens
+
+    def usage(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+def whole_answer(
+    options: AnswerOptions, prepared: PreparedJob, generations: Iterable[Generation]
+) -> dict[str, object]:
+    """The body of a completion or chat completion that was not streamed."""
+    counter = UsageCounter(prepared)
+    choices = []
+    for index, generation in enumerate(generations):
+        counter.num_output_tokens += len(generation.token_ids)
+        if generation.timeline is not None:
+            counter.add_cached(index, generation.timeline)
+        choices.append(_whole_choice(options, prepared, index, generation))
+    return {
+        "id": options.id,
+        "object": _OBJECTS[options.kind][1],
+        "created": options.created,
+        "model": options.model,
+        "choices": choices,
+        "usage": counter.usage(),
+    }
+
+
+def _whole_choice(
+    options: AnswerOptions, prepared: PreparedJob, index: int, generation: Generation
+) -> dict[str, object]:
+    choice: dict[str, object] = {"index": index}
+    if options.kind == "chat":
+        choice["message"] = {"role": "assistant", "content": generation.text, "refusal": None}
+    else:
+        choice["text"] = generation.text
+    choice |= {"logprobs": None, "finish_reason": generation.finish_reason}
+    if options.include_token_ids:
+        choice["prompt_token_ids"] = prepared.prompt_of(index).token_ids
+        choice["token_ids"] = generation.token_ids
+    if options.include_details and generation.timeline is not None:
+        choice["details"] = details(generation.timeline)
+    return choice
+
+
+def details(timeline: Timeline) -> dict[str, object]:
+    """A timeline as clients see it."""
+    values = dataclasses.asdict(timeline)
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in values.items()
+    }
+
+
+def error_event(failure: Failure) -> bytes:
+    """The event of an answer that failed after its headers were sent."""
+    return f"data: {json.dumps(failure.body())}\n\n".encode("ascii")
+
+
+class ChunkWriter:
+    """SSE bytes of one streamed answer; deltas come one by one from a single stream."""
+
+    def __init__(self, options: AnswerOptions, prepared: PreparedJob) -> None:
+        self._options = options
+        self._prepared = prepared
+        self._counter = UsageCounter(prepared)
+        self._prefixes: dict[int, str] = {}  # by choice: all that stands before its text
+        head = {
+            "id": options.id,
+            "object": _OBJECTS[options.kind][2],
+            "created": options.created,
+            "model": options.model,
+        }
+        self._head = "data: " + json.dumps(head, separators=(",", ":"))[:-1]
+        usage = ',"usage":null' if options.include_usage else ""
+        end = "}" if options.kind == "chat" else ""
+        self._suffix = f'{end},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'
+
+    def write(self, delta: TextDelta) -> bytes:
+        """The chunks of one delta; b"" while its text is held back and nothing else is to say."""
+        self._counter.add(delta)
+        start = b""
+        prefix = self._prefixes.get(delta.index)
+        if prefix is None:
+            key = '"delta":{"content":' if self._options.kind == "chat" else '"text":'
+            prefix = f'{self._head},"choices":[{{"index":{delta.index},{key}'
+            self._prefixes[delta.index] = prefix
+            start = self._role(delta.index)
+        if delta.finish_reason is not None or self._options.include_token_ids:
+            return start + self._full(delta)
+        if not delta.text:
+            return start
+        return start + f"{prefix}{json.dumps(delta.text)}{self._suffix}".encode("ascii")
+
+    def usage(self) -> bytes:
+        """The last chunk, without choices, if it was asked for."""
+        if not self._options.include_usage:
+            return b""
+        tail = json.dumps({"choices": [], "usage": self._counter.usage()}, separators=(",", ":"))
+        return f"{self._head},{tail[1:]}\n\n".encode("ascii")
+
+    def _role(self, index: int) -> bytes:
+        if self._options.kind != "chat":
+            return b""
+        delta = '"delta":{"role":"assistant","content":""'
+        return f'{self._head},"choices":[{{"index":{index},{delta}{self._suffix}'.encode("ascii")
+
+    def _full(self, delta: TextDelta) -> bytes:
+        """A chunk with more than text in it: the end of a choice, or token ids."""
+        choice: dict[str, object] = {"index": delta.index}
+        if self._options.kind == "chat":
+            choice["delta"] = {"content": delta.text} if delta.text else {}
+        else:
+            choice["text"] = delta.text
+        choice |= {"logprobs": None, "finish_reason": delta.finish_reason}
+        if self._options.include_token_ids:
+            choice["token_ids"] = delta.token_ids
+        if self._options.include_details and delta.timeline is not None:
+            choice["details"] = details(delta.timeline)
+        chunk: dict[str, object] = {"choices": [choice]}
+        if self._options.include_usage:
+            chunk["usage"] = None
+        tail = json.dumps(chunk, separators=(",", ":"))
+        return f"{self._head},{tail[1:]}\n\n".encode("ascii")

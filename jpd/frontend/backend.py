@@ -1,0 +1,101 @@
+"""Everything of one server that lives on its event loop: router, text layer, doors.
+
+1. `start` hears from the workers; from then on `generate` and `stream` work.
+2. `serve` opens the HTTP and gRPC doors over the same router.
+3. `close` shuts the doors, lets running requests end for a while, and ends the rest.
+
+Knows worker clients, no devices. Called by `jpd.api` through its loop thread.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from jpd.config import DeploymentConfig
+from jpd.frontend.job import GenerateJob
+from jpd.frontend.operations import HealthReport, ServerFacts
+from jpd.frontend.prompts import ServedModel
+from jpd.frontend.server import Endpoints, FrontendServer
+from jpd.frontend.service import Generation, TextDelta, TextService
+from jpd.metrics import Metrics
+from jpd.router.health import Health
+from jpd.router.router import Router
+from jpd.worker.protocol import WorkerClient
+
+END_SECONDS = 1.0
+"""For the doors to tell the clients of requests that were ended."""
+
+
+class Backend:
+    """One router and its faces. Every method runs on the loop that ran `start`."""
+
+    def __init__(
+        self,
+        clients: Sequence[WorkerClient],
+        model: ServedModel,
+        deployment: DeploymentConfig,
+        metrics: Metrics,
+    ) -> None:
+        self._metrics = metrics
+        self._router = Router(
+            clients,
+            deployment.router,
+            deployment.slos,
+            metrics,
+            max_model_len=model.max_model_len,
+            page_size=deployment.cache.page_size,
+            vocab_size=model.vocab_size,
+        )
+        timeout_seconds = deployment.router.request_timeout_seconds
+        self._service = TextService(self._router, model, timeout_seconds)
+        self._doors: list[FrontendServer] = []
+
+    @property
+    def model(self) -> ServedModel:
+        return self._service.model
+
+    async def start(self) -> None:
+        """Hear from the workers; the context is what the largest of their pools can hold."""
+        await self._router.start()
+        context_tokens = self._router.context_tokens
+        self._service.model = replace(self._service.model, max_model_len=context_tokens)
+
+    async def generate(self, job: GenerateJob) -> list[Generation]:
+        """All choices, whole. Raises RequestError, OverloadedError, DeadlineError, WorkerError."""
+        return await self._service.collect(await self._service.prepare(job))
+
+    async def stream(self, job: GenerateJob) -> AsyncGenerator[TextDelta, None]:
+        """Deltas as they come; closing it cancels the request. Raises what `generate` raises."""
+        prepared = await self._service.prepare(job)
+        async with aclosing(self._service.stream(prepared)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def serve(self, host: str, http_port: int | None, grpc_port: int | None) -> Endpoints:
+        """Open doors; may be called again for other ports. Raises OSError."""
+        facts = ServerFacts(self._report, self._metrics.render)
+        doors = FrontendServer(self._service, facts)
+        endpoints = await doors.start(host, http_port, grpc_port)
+        self._doors.append(doors)
+        return endpoints
+
+    def health(self) -> Health:
+        return self._router.health()
+
+    async def close(self, drain_seconds: float) -> None:
+        """Take nothing new, let what runs end in `drain_seconds`, then end it with an error."""
+        stops = [
+            asyncio.create_task(doors.stop(drain_seconds + END_SECONDS)) for doors in self._doors
+        ]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_seconds):
+                await self._router.drain()
+        await self._router.close()
+        await asyncio.gather(*stops)
+        self._service.close()
+
+    def _report(self) -> HealthReport:
+        health = self._router.health()
+        return HealthReport(health.is_ready, health.status, health.reasons)

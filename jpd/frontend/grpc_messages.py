@@ -1,0 +1,108 @@
+"""jpd.v1 messages ↔ the text layer's own types.
+
+Knows the generated message classes, no RPC machinery. Called by `grpc_server`. Protobuf checks no
+ranges, so everything goes through the same rules as HTTP.
+"""
+
+import dataclasses
+import json
+import time
+
+from jpd.errors import RequestError
+from jpd.frontend.answers import UsageCounter, details
+from jpd.frontend.job import GenerateJob, read_sampling
+from jpd.frontend.prompts import ChatMessage, Prompt, ServedModel, read_messages
+from jpd.frontend.service import TextDelta, TextService
+from jpd.request import Timeline
+from jpd.rpc import jpd_pb2
+
+FINISH_REASONS = {
+    None: jpd_pb2.FINISH_REASON_UNSPECIFIED,
+    "stop": jpd_pb2.FINISH_REASON_STOP,
+    "length": jpd_pb2.FINISH_REASON_LENGTH,
+}
+_OPTIONAL_SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+
+
+async def read_job(
+    message: jpd_pb2.GenerateRequest, service: TextService, timeout_seconds: float | None
+) -> GenerateJob:
+    """The job of a Generate call. Raises RequestError; renders a chat template in a thread."""
+    arrival_time = time.monotonic()
+    service.model.check_name(message.model or None)
+    prompt: Prompt
+    match message.WhichOneof("prompt"):
+        case "text":
+            prompt = message.text
+        case "token_ids":
+            prompt = tuple(message.token_ids.ids)
+        case "chat":
+            prompt = await service.chat_prompt(read_chat(message.chat))
+        case _:
+            raise RequestError("prompt", None, "give text, token_ids or chat")
+    return GenerateJob(
+        prompts=(prompt,),
+        sampling=read_sampling(_sampling_fields(message.sampling), service.model.default_sampling),
+        n=message.n or 1,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        add_special_tokens=message.WhichOneof("prompt") != "chat",
+        session_id=message.session_id or None,
+        priority=message.priority,
+        slo=message.slo or None,
+        timeout_seconds=timeout_seconds,
+        arrival_time=arrival_time,
+    )
+
+
+def read_chat(chat: jpd_pb2.ChatMessages) -> tuple[ChatMessage, ...]:
+    """Checked messages. Raises RequestError."""
+    return read_messages(
+        [{"role": message.role, "content": message.content} for message in chat.messages]
+    )
+
+
+def _sampling_fields(message: jpd_pb2.SamplingParams) -> dict[str, object]:
+    fields: dict[str, object] = {
+        name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)
+    }
+    fields["stop"] = tuple(message.stop)
+    fields["stop_token_ids"] = tuple(message.stop_token_ids)
+    fields["ignore_eos"] = message.ignore_eos
+    return fields
+
+
+def delta_message(delta: TextDelta, include_details: bool) -> jpd_pb2.GenerateResponse:
+    """One message of the stream, without usage."""
+    message = jpd_pb2.GenerateResponse(
+        index=delta.index, text=delta.text, token_ids=delta.token_ids
+    )
+    if delta.finish_reason is not None:
+        message.finish_reason = FINISH_REASONS[delta.finish_reason]
+        if include_details and delta.timeline is not None:
+            message.timeline.CopyFrom(jpd_pb2.Timeline(**dataclasses.asdict(delta.timeline)))
+    return message
+
+
+def usage_message(counter: UsageCounter) -> jpd_pb2.Usage:
+    return jpd_pb2.Usage(
+        num_prompt_tokens=counter.num_prompt_tokens,
+        num_output_tokens=counter.num_output_tokens,
+        num_cached_tokens=counter.num_cached_tokens,
+    )
+
+
+def timeline_trailer(index: int, timeline: Timeline) -> str:
+    """A timeline as the value of a trailer: ASCII JSON on one line."""
+    return json.dumps({"index": index} | details(timeline))
+
+
+def model_info(model: ServedModel) -> jpd_pb2.ModelInfo:
+    tokenizer = model.tokenizer
+    return jpd_pb2.ModelInfo(
+        name=model.name,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=tokenizer is not None and tokenizer.chat_template is not None,
+    )

@@ -1,0 +1,72 @@
+"""Puts the HTTP app together: routes, border, and one shape for every error.
+
+Knows FastAPI; the routes are elsewhere. Called by `server` and by the tests.
+"""
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from jpd.errors import JpdError, RequestError
+from jpd.frontend.border import Border
+from jpd.frontend.errors import RouteError, describe
+from jpd.frontend.openai_http import OpenAiRoutes
+from jpd.frontend.operations import OperationRoutes, ServerFacts, jpd_version
+from jpd.frontend.responses import failure_response
+from jpd.frontend.service import TextService
+
+DEFAULT_MAX_BODY_BYTES = 16 << 20
+
+
+def create_app(
+    service: TextService, facts: ServerFacts, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+) -> FastAPI:
+    """The whole HTTP app; it must run on the event loop of the service's router."""
+    app = FastAPI(
+        title="jpd",
+        version=jpd_version(),
+        description="OpenAI's completions and chat completions, and what an operator needs.",
+    )
+    app.include_router(OpenAiRoutes(service).router)
+    app.include_router(OperationRoutes(service, facts).router)
+    app.add_middleware(Border, max_body_bytes=max_body_bytes)
+    app.add_exception_handler(JpdError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return failure_response(describe(error, request.scope["jpd_request_id"]))
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return await _on_error(request, _first_fault(error))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Errors of the framework itself: no route, wrong method, a body that cannot be read."""
+    assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, JpdError):
+        return await _on_error(request, error.__cause__)
+    if error.status_code == 400:
+        return await _on_error(request, RequestError("body", None, str(error.detail)))
+    message = f"{error.detail}: {request.method} {request.url.path[:100]}"
+    failure = describe(RouteError(error.status_code, message), request.scope["jpd_request_id"])
+    return failure_response(failure, error.headers)
+
+
+def _first_fault(error: RequestValidationError) -> RequestError:
+    """The first of pydantic's findings in our words."""
+    fault = error.errors()[0]
+    if fault["type"] == "json_invalid":
+        reason = fault.get("ctx", {}).get("error", "")
+        return RequestError("body", f"character {fault['loc'][-1]}", f"is not valid JSON: {reason}")
+    field = ".".join(str(part) for part in fault["loc"][1:])
+    if not field:
+        return RequestError("body", None, "must be a JSON object, sent as application/json")
+    value = None if fault["type"] == "missing" else fault.get("input")
+    rule = str(fault["msg"])
+    return RequestError(field, value, rule[:1].lower() + rule[1:])

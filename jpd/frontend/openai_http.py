@@ -1,0 +1,197 @@
+"""The OpenAI HTTP API: models, completions, chat completions.
+
+1. A body becomes a GenerateJob; all that is wrong with it is a 400 before any header is sent.
+2. The first delta is awaited before the headers too, so that "no room" is a 429 and not a stream.
+3. Then the answer is whole JSON, or SSE that ends with [DONE] whatever happens.
+
+Knows TextService, not the router. Runs on the router's event loop. Mounted by `http_app`.
+"""
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import Response
+
+from jpd.errors import RequestError
+from jpd.frontend.answers import (
+    DONE_EVENT,
+    AnswerKind,
+    AnswerOptions,
+    ChunkWriter,
+    error_event,
+    whole_answer,
+)
+from jpd.frontend.errors import describe
+from jpd.frontend.job import GenerateJob, PreparedJob, read_sampling
+from jpd.frontend.prompts import Prompt, read_messages, read_prompts
+from jpd.frontend.refusals import check_extra_fields, check_stream_options
+from jpd.frontend.responses import EventStream, json_response
+from jpd.frontend.schemas import (
+    ERROR_RESPONSES,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+)
+from jpd.frontend.service import TextDelta, TextService
+from jpd.request import SamplingParams
+
+logger = logging.getLogger("jpd.http")
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class OpenAiRoutes:
+    """The routes; `router` goes into the app."""
+
+    def __init__(self, service: TextService) -> None:
+        self._service = service
+        self._created = int(time.time())
+        self.router = APIRouter(tags=["openai"], responses=ERROR_RESPONSES)
+        add = self.router.add_api_route
+        add("/v1/models", self.models, methods=["GET"], response_model=None)
+        add("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
+        add("/v1/completions", self.completions, methods=["POST"], response_model=None)
+        add("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+
+    async def models(self) -> Response:
+        """The one model that is served."""
+        return json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, name: str) -> Response:
+        """One model by its name."""
+        self._service.model.check_name(name)
+        return json_response(self._model_card())
+
+    async def completions(
+        self,
+        request: Request,
+        body: CompletionBody,
+        x_session_id: str | None = Header(None),
+    ) -> Response:
+        """Continue prompts of text or of token ids."""
+        arrival_time = time.monotonic()
+        self._check_body(body, "/v1/completions")
+        fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | body.sampling_fields()
+        prompts = read_prompts(body.prompt)
+        sampling = read_sampling(fields, self._service.model.default_sampling)
+        job = _job(body, sampling, prompts, x_session_id, arrival_time)
+        return await self._answer(request, body, "completion", job)
+
+    async def chat(
+        self,
+        request: Request,
+        body: ChatBody,
+        x_session_id: str | None = Header(None),
+    ) -> Response:
+        """Continue a conversation, through the model's chat template."""
+        arrival_time = time.monotonic()
+        self._check_body(body, "/v1/chat/completions")
+        fields = body.sampling_fields()
+        if body.max_completion_tokens is not None:
+            if fields.setdefault("max_tokens", body.max_completion_tokens) != (
+                body.max_completion_tokens
+            ):
+                rule = f"differs from max_tokens = {body.max_tokens}; give one of them"
+                raise RequestError("max_completion_tokens", body.max_completion_tokens, rule)
+        prompt = await self._service.chat_prompt(
+            read_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
+        sampling = read_sampling(fields, self._service.model.default_sampling)
+        job = _job(body, sampling, (prompt,), x_session_id, arrival_time)
+        return await self._answer(request, body, "chat", job)
+
+    async def _answer(
+        self, request: Request, body: GenerationBody, kind: AnswerKind, job: GenerateJob
+    ) -> Response:
+        prepared = await self._service.prepare(job)
+        model = self._service.model
+        stream_options = body.stream_options
+        options = AnswerOptions(
+            kind=kind,
+            request_id=request.scope["jpd_request_id"],
+            model=model.name,
+            include_usage=bool(stream_options and stream_options.include_usage),
+            include_details=bool(body.include_details),
+            include_token_ids=bool(body.return_token_ids) or model.tokenizer is None,
+        )
+        if not body.stream:
+            generations = await self._service.collect(prepared)
+            return json_response(whole_answer(options, prepared, generations))
+        deltas = self._service.stream(prepared)
+        first = await anext(deltas)
+        return EventStream(_events(options, prepared, first, deltas))
+
+    def _check_body(self, body: GenerationBody, path: str) -> None:
+        self._service.model.check_name(body.model)
+        check_extra_fields(body.model_extra, path)
+        if body.stream_options is not None:
+            if not body.stream:
+                raise RequestError("stream_options", "given", "needs stream = true")
+            check_stream_options(body.stream_options.model_extra)
+
+    def _model_card(self) -> dict[str, object]:
+        model = self._service.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jpd",
+            "max_model_len": model.max_model_len,
+        }
+
+
+def _job(
+    body: GenerationBody,
+    sampling: SamplingParams,
+    prompts: tuple[Prompt, ...],
+    session_header: str | None,
+    arrival_time: float,
+) -> GenerateJob:
+    session_id = body.session_id if body.session_id is not None else session_header
+    if session_header is not None and session_id != session_header:
+        raise RequestError("session_id", session_id, "differs from the header X-Session-Id")
+    is_completion = isinstance(body, CompletionBody)
+    add_special_tokens = body.add_special_tokens
+    return GenerateJob(
+        prompts=prompts,
+        sampling=sampling,
+        n=1 if body.n is None else body.n,
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        add_special_tokens=is_completion if add_special_tokens is None else add_special_tokens,
+        session_id=session_id,
+        priority=body.priority or 0,
+        slo=body.slo,
+        arrival_time=arrival_time,
+    )
+
+
+async def _events(
+    options: AnswerOptions,
+    prepared: PreparedJob,
+    first: TextDelta,
+    rest: AsyncGenerator[TextDelta, None],
+) -> AsyncGenerator[bytes, None]:
+    """The SSE bytes of one answer. An error becomes one event; [DONE] always comes last."""
+    writer = ChunkWriter(options, prepared)
+    try:
+        async with aclosing(rest):
+            chunk = writer.write(first)
+            if chunk:
+                yield chunk
+            async for delta in rest:
+                chunk = writer.write(delta)
+                if chunk:
+                    yield chunk
+        end = writer.usage()
+    except Exception as error:
+        failure = describe(error, options.request_id)
+        unknown = error if failure.http_status == 500 else None
+        logger.error("request %s failed: %r", options.request_id, error, exc_info=unknown)
+        end = error_event(failure)
+    yield end + DONE_EVENT

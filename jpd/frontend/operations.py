@@ -1,0 +1,99 @@
+"""Routes beside generation: health, version, metrics, tokenize, detokenize.
+
+Knows TextService and callables that tell health and metrics; no router. Mounted by `openai_http`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from jpd.errors import RequestError
+from jpd.frontend.prompts import read_messages
+from jpd.frontend.refusals import check_extra_fields
+from jpd.frontend.responses import json_response
+from jpd.frontend.schemas import ERROR_RESPONSES, DetokenizeBody, TokenizeBody
+from jpd.frontend.service import TextService
+from jpd.metrics import CONTENT_TYPE
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReport:
+    """Whether requests are served; `reasons` says what is wrong, also when merely degraded."""
+
+    serving: bool
+    status: str  # ok, degraded, draining, unhealthy
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What the doors tell about the server; each call is cheap and runs on the event loop."""
+
+    health: Callable[[], HealthReport]
+    render_metrics: Callable[[], bytes]
+
+
+class OperationRoutes:
+    """The routes; `router` goes into the app."""
+
+    def __init__(self, service: TextService, facts: ServerFacts) -> None:
+        self._service = service
+        self._facts = facts
+        self.router = APIRouter(tags=["operations"], responses=ERROR_RESPONSES)
+        add = self.router.add_api_route
+        add("/health", self.health, methods=["GET"], response_model=None)
+        add("/version", self.version, methods=["GET"], response_model=None)
+        add("/metrics", self.metrics, methods=["GET"], response_model=None)
+        add("/tokenize", self.tokenize, methods=["POST"], response_model=None)
+        add("/detokenize", self.detokenize, methods=["POST"], response_model=None)
+
+    async def health(self) -> Response:
+        """200 while requests are served, else 503; `reasons` says what is wrong."""
+        report = self._facts.health()
+        body = {"status": report.status, "reasons": list(report.reasons)}
+        return json_response(body, 200 if report.serving else 503)
+
+    async def version(self) -> Response:
+        """The version of jpd."""
+        return json_response({"version": jpd_version()})
+
+    async def metrics(self) -> Response:
+        """Prometheus text."""
+        return Response(self._facts.render_metrics(), headers={"content-type": CONTENT_TYPE})
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Token ids of a text or of chat messages, as generation would make them."""
+        self._service.model.check_name(body.model)
+        check_extra_fields(body.model_extra, "/tokenize")
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("prompt", body.prompt, "give either prompt or messages")
+        if body.prompt is not None:
+            text, add_special_tokens = body.prompt, body.add_special_tokens is not False
+        else:
+            messages = read_messages(body.messages)
+            text = await self._service.chat_prompt(
+                messages, add_generation_prompt=body.add_generation_prompt is not False
+            )
+            add_special_tokens = bool(body.add_special_tokens)
+        tokens = await self._service.tokenize(text, add_special_tokens)
+        max_model_len = self._service.model.max_model_len
+        return json_response(
+            {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
+        )
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """The text of token ids, special tokens included."""
+        self._service.model.check_name(body.model)
+        check_extra_fields(body.model_extra, "/detokenize")
+        return json_response({"prompt": await self._service.detokenize(body.tokens)})
+
+
+def jpd_version() -> str:
+    """The version of the installed distribution; "unknown" when run from a bare source tree."""
+    try:
+        return version("jpd")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,151 @@
+"""Bodies of the HTTP API, as pydantic reads them and as /openapi.json shows them.
+
+Types are strict: "5", 1.5 and true are no integers, NaN is no number. Ranges and everything that
+needs the model are checked in `job` and `prompts`, with the same words as for gRPC and Python.
+Fields not named here are allowed; `refusals` decides which of them must not be ignored.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+
+PromptField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}],
+            "description": "A text, token ids, or a list of texts or of lists of token ids.",
+        }
+    ),
+]
+MessagesField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant"]},
+                    "content": {
+                        "anyOf": [
+                            {"type": "string"},
+                            {
+                                "type": "array",
+                                "items": {
+                                    "type": "object",
+                                    "required": ["type", "text"],
+                                    "properties": {
+                                        "type": {"const": "text"},
+                                        "text": {"type": "string"},
+                                    },
+                                },
+                            },
+                        ]
+                    },
+                    "name": {"type": "string"},
+                },
+            },
+        }
+    ),
+]
+StopField = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]})]
+IdsField = Annotated[Any, WithJsonSchema(_IDS)]
+
+
+_SAMPLING_NAMES = (
+    "max_tokens min_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos"
+).split()
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = Field(description="the field that is wrong")
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """What every error looks like, whatever the status."""
+
+    error: ErrorDetail
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is wrong, or comes too early (429)."},
+    "5XX": {"model": ErrorBody, "description": "The server could not do it."},
+}
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class GenerationBody(_Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = Field(None, description="absent: the model that is served")
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = Field(None, description="1 unless given; 0 is greedy")
+    top_p: float | None = None
+    top_k: int | None = Field(None, description="0 or -1: off")
+    min_p: float | None = None
+    seed: int | None = Field(None, description="choice i of n uses seed + i")
+    n: int | None = None
+    stop: StopField = None
+    stop_token_ids: IdsField = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="to the prompt; absent: true for completions, false for chat"
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    session_id: str | None = Field(None, description="or the header X-Session-Id")
+    priority: int | None = Field(None, description="higher goes first")
+    slo: str | None = Field(None, description="name of an [[slo]] of the mesh file")
+    include_details: bool | None = Field(None, description="a timeline in each choice")
+    return_token_ids: bool | None = None
+
+    def sampling_fields(self) -> dict[str, object]:
+        """The sampling fields that were given; null counts as absent."""
+        values: dict[str, object] = {name: getattr(self, name) for name in _SAMPLING_NAMES}
+        if values["top_k"] == -1:
+            values["top_k"] = 0
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class CompletionBody(GenerationBody):
+    prompt: PromptField
+    max_tokens: int | None = Field(None, description="16 unless given, as OpenAI has it")
+    echo: bool | None = None
+
+
+class ChatBody(GenerationBody):
+    messages: MessagesField
+    max_tokens: int | None = Field(None, description="as many as the context holds unless given")
+    max_completion_tokens: int | None = Field(None, description="another name of max_tokens")
+    add_generation_prompt: bool | None = None
+
+
+class TokenizeBody(_Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: MessagesField = None
+    add_special_tokens: bool | None = Field(None, description="true for prompt unless given")
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(_Body):
+    model: str | None = None
+    tokens: IdsField

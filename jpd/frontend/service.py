@@ -1,0 +1,226 @@
+"""Text in, text out, over the router's stream of tokens: what HTTP, gRPC and the Python API share.
+
+1. `prepare` checks a job and tokenises it in a thread; all that is wrong with a request is found
+   here.
+2. `stream` makes one router request for each choice and yields text deltas as tokens come.
+3. `collect` is `stream` read to its end.
+
+Knows no transport and no devices. Everything but the tokenising runs on the router's event loop.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from jpd.errors import RequestError, WorkerError
+from jpd.frontend.job import GenerateJob, PreparedJob, check_fits, check_job, sampling_of_choice
+from jpd.frontend.merge import merge
+from jpd.frontend.prompts import ChatMessage, ServedModel, check_text, check_token_ids, encode
+from jpd.frontend.sequence_text import SequenceText, TextRules
+from jpd.frontend.stop import StopPatterns
+from jpd.request import FinishReason, Request, Timeline, TokenOutput
+
+MAX_RUNNING_PER_JOB = 256
+"""Sequences of one job that are with the router at a time; the others wait here."""
+
+Result = TypeVar("Result")
+
+
+class OutputStream(Protocol):
+    """The outputs of one request. `aclose` cancels it; `finish` ends it early as a success."""
+
+    def __aiter__(self) -> AsyncIterator[TokenOutput]: ...
+
+    async def aclose(self) -> None: ...
+
+    async def finish(self) -> Timeline: ...
+
+
+class TokenSource(Protocol):
+    """What this layer needs of the router."""
+
+    def generate(self, request: Request) -> OutputStream: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one event adds to choice `index`. Its last delta has the finish reason and the timeline.
+
+    `text` may be empty while `token_ids` is not: half a character, or text that may become a stop
+    string, is held back.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    timeline: Timeline | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One whole choice."""
+
+    text: str
+    token_ids: tuple[int, ...]  # all that were made, with the one that ended it
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    timeline: Timeline | None
+
+
+class TextService:
+    """The text layer over one router and one model. `close` ends its tokenising threads."""
+
+    def __init__(
+        self, router: TokenSource, model: ServedModel, request_timeout_seconds: float = 600.0
+    ) -> None:
+        self.model = model
+        self._router = router
+        self._request_timeout_seconds = request_timeout_seconds
+        self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jpd-tokenize")
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    async def prepare(self, job: GenerateJob) -> PreparedJob:
+        """Check and tokenise. Raises RequestError for whatever the client did wrong."""
+        sampling = job.sampling
+        check_job(job, self.model)
+        prompts = await self._in_thread(
+            partial(encode, job.prompts, self.model, job.add_special_tokens)
+        )
+        for prompt in prompts:
+            check_fits(prompt, sampling, self.model)
+        stop_token_ids = frozenset(sampling.stop_token_ids)
+        eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(self.model.eos_token_ids)
+        rules = TextRules(
+            StopPatterns(sampling.stop),
+            hidden_token_ids=stop_token_ids | eos_token_ids,
+            min_tokens=sampling.min_tokens,
+            include_stop=job.include_stop_str_in_output,
+            skip_special_tokens=job.skip_special_tokens,
+        )
+        return PreparedJob(job, prompts, rules)
+
+    async def stream(self, prepared: PreparedJob) -> AsyncGenerator[TextDelta, None]:
+        """Deltas of all choices as they come. Closing it cancels what still runs."""
+        n = prepared.job.n
+        if prepared.num_choices == 1:
+            source = self._choice(prepared, 0)
+        else:
+            groups = [
+                [partial(self._choice, prepared, first + sample) for sample in range(n)]
+                for first in range(0, prepared.num_choices, n)
+            ]
+            source = merge(groups, MAX_RUNNING_PER_JOB)
+        async with aclosing(source) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def collect(self, prepared: PreparedJob) -> list[Generation]:
+        """All choices, whole, in order."""
+        texts: list[list[str]] = [[] for _ in range(prepared.num_choices)]
+        token_ids: list[list[int]] = [[] for _ in range(prepared.num_choices)]
+        ends: dict[int, TextDelta] = {}
+        async with aclosing(self.stream(prepared)) as deltas:
+            async for delta in deltas:
+                texts[delta.index].append(delta.text)
+                token_ids[delta.index].extend(delta.token_ids)
+                if delta.finish_reason is not None:
+                    ends[delta.index] = delta
+        return [
+            Generation(
+                text="".join(texts[index]),
+                token_ids=tuple(token_ids[index]),
+                finish_reason=ends[index].finish_reason or "stop",
+                num_prompt_tokens=len(prepared.prompt_of(index).token_ids),
+                timeline=ends[index].timeline,
+            )
+            for index in range(prepared.num_choices)
+        ]
+
+    async def chat_prompt(
+        self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True
+    ) -> str:
+        """The messages through the model's chat template. Raises RequestError when it has none."""
+        tokenizer = self.model.need_tokenizer("messages", "...")
+        if tokenizer.chat_template is None:
+            rule = (
+                f"the model {self.model.name!r} has no chat template: "
+                "write the prompt out and use completions"
+            )
+            raise RequestError("messages", "...", rule)
+        render = partial(
+            tokenizer.apply_chat_template,
+            [dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+        )
+        return await self._in_thread(render)
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        tokenizer = self.model.need_tokenizer("prompt", text[:80])
+        check_text("prompt", text)
+        return tuple(await self._in_thread(partial(tokenizer.encode, text, add_special_tokens)))
+
+    async def detokenize(self, values: Sequence[object], field_name: str = "tokens") -> str:
+        tokenizer = self.model.need_tokenizer(field_name, "...")
+        token_ids = check_token_ids(field_name, values, self.model.vocab_size)
+        return await self._in_thread(
+            partial(tokenizer.decode, token_ids, skip_special_tokens=False)
+        )
+
+    async def _in_thread(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+    async def _choice(self, prepared: PreparedJob, index: int) -> AsyncGenerator[TextDelta, None]:
+        """Deltas of one choice. Leaving it before the end cancels its request."""
+        shown = SequenceText(self.model.tokenizer, prepared.rules)
+        prefix = self._echo(prepared, index)
+        request = self._request(prepared, index)
+        is_finished = False
+        async with aclosing(self._router.generate(request)) as outputs:
+            async for output in outputs:
+                new = shown.push(output)
+                timeline = output.timeline
+                is_finished = new.finish_reason is not None
+                if is_finished and output.finish_reason is None:  # a stop string
+                    timeline = await outputs.finish()
+                yield TextDelta(
+                    index, prefix + new.text, new.token_ids, new.finish_reason, timeline
+                )
+                prefix = ""
+        if not is_finished:
+            raise WorkerError("router", f"request {request.request_id} ended without a last token")
+
+    def _echo(self, prepared: PreparedJob, index: int) -> str:
+        if not prepared.job.echo:
+            return ""
+        prompt = prepared.prompt_of(index)
+        if prompt.text is not None or self.model.tokenizer is None:
+            return prompt.text or ""
+        return self.model.tokenizer.decode(prompt.token_ids)
+
+    def _request(self, prepared: PreparedJob, index: int) -> Request:
+        job = prepared.job
+        if job.timeout_seconds is None:
+            deadline = time.monotonic() + self._request_timeout_seconds
+        else:
+            deadline = job.arrival_time + job.timeout_seconds
+        return Request(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=prepared.prompt_of(index).token_ids,
+            sampling=sampling_of_choice(job.sampling, index % job.n),
+            arrival_time=job.arrival_time,
+            deadline=deadline,
+            eos_token_ids=self.model.eos_token_ids,
+            session_id=job.session_id,
+            priority=job.priority,
+            slo=job.slo,
+            disaggregate=job.disaggregate,
+        )
