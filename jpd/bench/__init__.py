@@ -1,0 +1,1 @@
+"""Programs that put load on a server and print what they measured."""

@@ -1,0 +1,56 @@
+"""The `jpd` command: picks the command, turns errors into exit codes.
+
+0 done · 1 a check did not hold or the server failed · 2 the input is wrong (every problem on
+stderr) · 130 interrupted. Each command is a module of its own with `add_arguments` and `run`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from jpd import cli_bench, cli_check, cli_convert, cli_generate, cli_serve, cli_verify
+from jpd.errors import ConfigError, JpdError, RequestError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. What the user did wrong never shows a traceback."""
+    options = build_parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return command(options)
+    except ConfigError as error:
+        return _fail(2, *error.problems)
+    except RequestError as error:
+        return _fail(2, error)
+    except JpdError as error:
+        return _fail(1, error)
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted")
+    except BrokenPipeError:  # the reader of our output went away, as in `jpd check | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jpd",
+        description="Serve large language models from JAX, prefill and decode on separate meshes.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (cli_check, cli_serve, cli_generate, cli_verify, cli_convert, cli_bench):
+        name = module.__name__.rpartition("_")[2]
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _fail(status: int, *messages: object) -> int:
+    for message in messages:
+        print(f"jpd: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""`jpd bench NAME`: run a benchmark, print its table, write its JSON."""
+
+import argparse
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from jpd.api import launch
+from jpd.bench.results import Result, results_table, write_json
+from jpd.bench.serving import measure_serving
+from jpd.cli_pair import load_pair, make_console
+
+HELP = "measure; a missed target is exit 1 only with --strict"
+
+Benchmark = Callable[[argparse.Namespace], Sequence[Result]]
+
+
+def _serving(options: argparse.Namespace) -> Sequence[Result]:
+    model, deployment = load_pair(options)
+    with launch(model, deployment) as server:
+        return asyncio.run(measure_serving(server, model.config.vocab_size))
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {"serving": _serving}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = (*BENCHMARKS, "all")
+    parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--model", default="gemma-3-270m", metavar="M", help="of serving")
+    parser.add_argument("--mesh", default="1p1d-cpu", metavar="F", help="of serving")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--strict", action="store_true", help="exit 1 on a missed target")
+
+
+def run(options: argparse.Namespace) -> int:
+    results: list[Result] = []
+    for name in BENCHMARKS if options.name == "all" else (options.name,):
+        found = list(BENCHMARKS[name](options))
+        make_console().print(results_table(name, found))
+        results += found
+    if options.json is not None:
+        write_json(options.json, results)
+    is_good = all(result.ok for result in results)
+    return 1 if options.strict and not is_good else 0

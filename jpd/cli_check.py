@@ -1,0 +1,122 @@
+"""`jpd check`: the report of a good pair of model and mesh file, as tables on the terminal.
+
+Only lays out what `jpd.planner` has worked out.
+"""
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from jpd.cli_pair import add_pair_arguments, load_pair, make_console
+from jpd.planner.deployment_plan import DeploymentPlan, PairPlan, plan_deployment
+from jpd.planner.worker_plan import GIB
+from jpd.transfer.plan import LINKS
+
+HELP = "does this model fit these meshes? Needs no weights and no devices"
+PROMPT_TOKENS = (512, 2048, 8192, 32768)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_pair_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    model, deployment = load_pair(options, need_weights=False)
+    plan = plan_deployment(model.config, deployment)
+    print_report(plan, model.name, make_console())
+    return 0
+
+
+def print_report(plan: DeploymentPlan, model_name: str, console: Console) -> None:
+    engine, cache = plan.deployment.engine, plan.deployment.cache
+    console.print(
+        f"[bold]{model_name}[/bold] on [bold]{plan.deployment.file}[/bold]: "
+        f"{plan.num_params:,} parameters in {engine.dtype}, KV in {cache.dtype}, "
+        f"sequences up to {plan.max_model_len:,} tokens",
+        highlight=False,
+    )
+    console.print(_worker_table(plan))
+    for pair in plan.pairs:
+        _print_pair(pair, plan.max_model_len, console)
+    if not plan.pairs:
+        console.print("No KV travels: every worker does both prefill and decode.")
+    _print_buckets(plan, console)
+
+
+def _worker_table(plan: DeploymentPlan) -> Table:
+    table = Table(title="Per device", title_justify="left", show_lines=False)
+    table.add_column("worker", no_wrap=True)
+    for name in ("devices", "tensor", "weights", "KV pool", "pages", "pool tokens"):
+        table.add_column(name, justify="right")
+    for name in ("largest sequence", "one step, about", "total / memory"):
+        table.add_column(name, justify="right")
+    for worker in plan.workers:
+        memory = "-" if worker.memory_bytes is None else _size(worker.memory_bytes)
+        table.add_row(
+            worker.worker.name,
+            str(len(worker.worker.devices)),
+            str(worker.worker.tensor),
+            _size(worker.weight_bytes),
+            _size(worker.pool_bytes),
+            f"{worker.num_pages:,}",
+            f"{worker.num_pool_tokens:,}",
+            f"{worker.largest_sequence_tokens:,} tokens, {_size(worker.largest_sequence_bytes)}",
+            _size(worker.workspace_bytes),
+            f"{_size(worker.total_bytes)} / {memory}",
+        )
+    return table
+
+
+def _print_pair(pair: PairPlan, max_model_len: int, console: Console) -> None:
+    plan = pair.plan
+    console.print(
+        f"\n[bold]{', '.join(pair.sources)} -> {', '.join(pair.targets)}[/bold]"
+        f" ({'one host' if pair.same_host else 'between hosts'})",
+        highlight=False,
+    )
+    console.print(
+        f"KV is split in {plan.source.partitions} on the source, {plan.target.partitions} on the "
+        f"target, and travels in {plan.wire_partitions}"
+        f"{' (resharded on the devices)' if plan.is_resharded else ''}: "
+        f"{plan.bytes_per_token:,} bytes per token, {plan.received_bytes_per_token:,} received by "
+        f"all {plan.target.devices} devices, {plan.busiest_link_bytes_per_token:,.0f} over the "
+        "busiest link",
+        highlight=False,
+    )
+    table = Table(title="Time to move a prompt, at the link's peak", title_justify="left")
+    table.add_column("prompt tokens", justify="right")
+    for link in LINKS:
+        table.add_column(f"{link.name}, ms", justify="right")
+    lengths = [length for length in PROMPT_TOKENS if length <= max_model_len]
+    for num_tokens in lengths or [max_model_len]:
+        times = (plan.seconds(num_tokens, link) * 1000 for link in LINKS)
+        table.add_row(f"{num_tokens:,}", *(f"{time:,.3f}" for time in times))
+    console.print(table)
+    for link in LINKS:
+        rate = f"{link.bytes_per_second / 1e9:g} GB/s"
+        console.print(f"  {link.name}: {rate} per device; {link.source}", style="dim")
+
+
+def _size(num_bytes: float) -> str:
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes / 1024:,.2f} KiB"
+
+
+def _print_buckets(plan: DeploymentPlan, console: Console) -> None:
+    buckets = plan.buckets
+    lines = (
+        ("prefill chunks, tokens", buckets.prefill_lengths),
+        ("page tables, tokens", [width * buckets.page_size for width in buckets.context_widths]),
+        ("pages moved at once", buckets.page_moves),
+    )
+    console.print("\nBuckets to be compiled:")
+    for name, sizes in lines:
+        console.print(f"  {name}: {', '.join(f'{size:,}' for size in sizes)}", highlight=False)
+    console.print(
+        f"  {buckets.num_prefill_executables} executables to prefill, "
+        f"{buckets.num_decode_executables} to decode",
+        highlight=False,
+    )

@@ -1,0 +1,69 @@
+"""`jpd serve`: launch the pair, open the doors, say so in one line, and serve until a signal.
+
+The ready line goes to stdout, everything else to stderr. After it nothing compiles.
+"""
+
+import argparse
+import logging
+import sys
+import time
+
+from jpd.api import LOOPBACK, launch
+from jpd.cli_pair import add_pair_arguments, load_pair
+from jpd.cli_progress import ProgressLine
+from jpd.errors import ConfigError, Problem
+
+HELP = "serve over HTTP (OpenAI's API) and gRPC until SIGINT or SIGTERM"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_pair_arguments(parser)
+    parser.add_argument(
+        "--host", default=LOOPBACK, metavar="H", help=f"address to listen on, default {LOOPBACK}"
+    )
+    parser.add_argument(
+        "--http-port", type=port, default=8000, metavar="P", help="default 8000; 0: a free one"
+    )
+    parser.add_argument(
+        "--grpc-port", type=port, default=8001, metavar="P", help="default 8001; 0: a free one"
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="how long running requests may go on after a signal, default 5",
+    )
+    parser.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+
+
+def port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError("a port is between 0 and 65535")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    started = time.monotonic()
+    model, deployment = load_pair(options, chat_template=options.chat_template)
+    print(f"loading {model.name} on {deployment.file} ...", file=sys.stderr, flush=True)
+    with launch(model, deployment, progress=ProgressLine()) as server:
+        try:
+            doors = server.serve(options.http_port, options.grpc_port, options.host)
+        except OSError as error:
+            ports = [options.http_port, options.grpc_port]
+            raise ConfigError([Problem("jpd serve", "ports", ports, str(error))]) from error
+        logging.getLogger("jpd").info("started in %.1f s", time.monotonic() - started)
+        host = f"[{doors.host}]" if ":" in doors.host else doors.host
+        print(
+            f"jpd ready: http://{host}:{doors.http_port} grpc {host}:{doors.grpc_port}"
+            f" model {server.model_name} mesh {deployment.file}",
+            flush=True,
+        )
+        signal = server.wait_for_signal()
+        print(f"{signal.name}: draining up to {options.drain_seconds:g} s", file=sys.stderr)
+        server.close(options.drain_seconds)
+    return 0

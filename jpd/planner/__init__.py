@@ -1,0 +1,1 @@
+"""What a model needs on a deployment: the arithmetic of `jpd check`, no weights, no devices."""

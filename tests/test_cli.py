@@ -1,0 +1,137 @@
+"""The command line's borders: exit codes, messages, and what `check` prints without any device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jpd.cli import build_parser, main
+from jpd.cli_verify import compare_greedy, first_difference, read_golden, read_prompts
+from jpd.errors import ConfigError, RequestError
+
+
+def run_jpd(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jpd.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+def test_check_needs_no_backend(repo: Path, golden_llama3: Path) -> None:
+    """With a platform that does not exist any use of a device would fail."""
+    mesh = str(repo / "mesh_configs" / "1p1d-tp1tp2-cpu.toml")
+    done = run_jpd("check", "--model", str(golden_llama3), "--mesh", mesh, JAX_PLATFORMS="nothing")
+    assert done.returncode == 0, done.stderr
+    assert "prefill-0 -> decode-0" in done.stdout
+    assert "resharded on the devices" in done.stdout
+    assert "Buckets to be compiled" in done.stdout
+
+
+def test_check_of_a_big_model_on_machines_that_are_not_here(
+    repo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, mesh = repo / "models" / "llama-3.1-70b.toml", "2p1d-tp8-h200"
+    assert main(["check", "--model", str(model), "--mesh", mesh]) == 0
+    out = capsys.readouterr().out
+    assert "70,553,706,496 parameters" in out
+    assert "327,680 bytes per token" in out
+    for link in ("NVLink", "PCIe", "RDMA"):
+        assert link in out
+
+
+def test_check_tells_every_problem_of_both_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = tmp_path / "mesh.toml"
+    mesh.write_text('[[host]]\nname = "a"\nplatform = "cpu"\ndevices = 1\nslot = 3\n')
+    assert main(["check", "--model", str(tmp_path / "no-model"), "--mesh", str(mesh)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 4  # unknown key, no prefill, no decode, no model
+    assert all(line.startswith("jpd: ") for line in lines)
+    assert any("no-model" in line for line in lines)
+    assert any("host[0].slot" in line for line in lines)
+
+
+def test_check_names_the_tensor_axis_that_does_not_divide(
+    repo: Path, tmp_path: Path, golden_llama3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (repo / "mesh_configs" / "1p1d-tp2-cpu.toml").read_text()
+    text = text.replace("devices = 4", "devices = 6").replace("[2, 3]", "[2, 3, 4]")
+    mesh = tmp_path / "tp3.toml"
+    mesh.write_text(text.replace("tensor = 2 }\nslots", "tensor = 3 }\nslots"))
+    assert main(["check", "--model", str(golden_llama3), "--mesh", str(mesh)]) == 2
+    err = capsys.readouterr().err
+    assert "worker.decode-0.mesh.tensor = 3: does not divide num_heads = 4" in err
+
+
+@pytest.mark.parametrize("command", ["check", "serve", "generate", "verify", "convert", "bench"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args([command, "--help"])
+    assert ended.value.code == 0
+    assert "usage: jpd" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["sing"], ["check"], ["check", "--model", "x"]])
+def test_wrong_usage_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: jpd" in capsys.readouterr().err
+
+
+def test_no_traceback_when_the_reader_goes_away(repo: Path, golden_llama3: Path) -> None:
+    command = f"{sys.executable} -m jpd.cli check --model {golden_llama3} --mesh 1p1d-cpu | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=repo, timeout=60)
+    assert "Traceback" not in done.stderr
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([1], []) == 0
+
+
+def test_greedy_may_differ_only_at_a_near_tie() -> None:
+    expected = np.array([4, 5, 6])
+    clear, tie = np.array([1.0, 1.0, 1.0]), np.array([1.0, 1e-4, 1.0])
+    assert compare_greedy([4, 5, 6], expected, clear) == (3, None)
+    assert compare_greedy([4, 9, 6], expected, clear) == (1, 1)
+    assert compare_greedy([4, 9, 9], expected, tie) == (1, None)
+    assert compare_greedy([4], expected, tie) == (1, 1)  # an early end is never a tie
+
+
+def test_prompts_file_holds_texts_and_ids(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("once upon a time\n\n[1, 2, 3]\n[not ids\n")
+    assert read_prompts(path) == ["once upon a time", [1, 2, 3], "[not ids"]
+    path.write_text("\n")
+    for file in (path, tmp_path / "absent"):
+        with pytest.raises(ConfigError):
+            read_prompts(file)
+    path.write_text("[1, 2.5]\n")
+    with pytest.raises(RequestError, match="token ids only"):
+        read_prompts(path)
+
+
+def test_golden_file_must_hold_the_arrays(tmp_path: Path, golden_llama3: Path) -> None:
+    golden = read_golden(golden_llama3 / "expected.npz")
+    assert golden.greedy.shape == golden.margins.shape == (len(golden.prompts), 32)
+    text = tmp_path / "text.npz"
+    text.write_text("not an npz")
+    partly = tmp_path / "part.npz"
+    np.savez(partly, prompts=golden.prompts)
+    uneven = tmp_path / "uneven.npz"
+    arrays = {name: getattr(golden, name) for name in ("prompts", "logits", "greedy", "margins")}
+    np.savez(uneven, **{**arrays, "logits": golden.logits[:1]})
+    for path in (text, partly, uneven, tmp_path / "absent.npz"):
+        with pytest.raises(ConfigError):
+            read_golden(path)
