@@ -52,4 +52,6 @@ def write_pages(
     offsets: jax.Array,  # int32 [B, T]
 ) -> jax.Array:
     """Pages with one row per token written; in place when the caller's jit donates `pages`."""
-    return pages.at[page_ids, offsets].set(keys_values.astype(pages.dtype), mode="promise_in_bounds")
+    return pages.at[page_ids, offsets].set(
+        keys_values.astype(pages.dtype), mode="promise_in_bounds"
+    )

@@ -1,7 +1,7 @@
 """Paged attention for CPU: one row and a block of its queries at a time, over blocks of its pages.
 
 A block of pages fits in a core's cache, so the KV cache crosses the memory bus once. The running
-softmax needs no second pass. Blocks that a row has not filled, that all its queries precede, or that
+softmax needs no second pass. Blocks that a row has not filled, that its queries all precede or that
 its window has left behind are not read: cost follows each row's own length, not the longest.
 Chosen by `jpd.kernels.attention`.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jpd.kernels.scores import MASKED_SCORE, AttentionSettings, masked_scores, visible
 
 KEYS_PER_BLOCK = 256
-QUERIES_PER_BLOCK = 128
+QUERIES_PER_BLOCK = 256
 
 
 class _Queries(NamedTuple):
@@ -27,7 +27,7 @@ class _Queries(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """A softmax under way: highest score, sum of exp(score - highest), and the same of the values."""
+    """A softmax under way: highest score, sum of exp(score - highest), and values so weighted."""
 
     highest: jax.Array  # float32 [K, G, T]
     total: jax.Array  # float32 [K, G, T]
@@ -59,7 +59,8 @@ def attend_in_blocks(
         jnp.repeat(kv_lengths, per_row),
     )
     out = jax.lax.map(lambda block: _attend(block, pages, sinks, settings), blocks)
-    return out.reshape(num_rows, num_queries + missing, *out.shape[2:])[:, :num_queries]
+    joined: jax.Array = out.reshape(num_rows, num_queries + missing, *out.shape[2:])
+    return joined[:, :num_queries]
 
 
 def _pages_per_block(num_pages: int, page_size: int) -> int:
@@ -67,7 +68,7 @@ def _pages_per_block(num_pages: int, page_size: int) -> int:
 
 
 def _whole_blocks(page_table: jax.Array, page_size: int) -> jax.Array:
-    """The table widened to whole blocks with page 0, which is masked like all that is not written."""
+    """The table widened to whole blocks with page 0, which is masked like all not written."""
     num_pages = page_table.shape[1]
     missing = -num_pages % _pages_per_block(num_pages, page_size)
     return jnp.pad(page_table, ((0, 0), (0, missing)))
@@ -142,13 +143,17 @@ def _add_keys(
 
 
 def _columns(pages: jax.Array, page_ids: jax.Array, low: int, high: int) -> jax.Array:
-    """[K, S, columns] of some pages: gathered, cut and transposed in one pass over the memory.
+    """[K, S, columns] of some pages. Keys and values are each gathered on their own.
 
-    The barrier keeps the compiler from gathering once for keys and values, to copy both again.
+    One gather of whole rows, cut afterwards, would have both copied a second time.
     """
-    found = pages.at[page_ids].get(mode="promise_in_bounds")[..., low:high]
-    found = found.reshape(-1, *found.shape[2:])
-    return jax.lax.optimization_barrier(jnp.transpose(found, (1, 0, 2)))
+    corners = jnp.stack([page_ids, jnp.full_like(page_ids, low)], axis=-1)
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=(1, 2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 3)
+    )
+    sizes = (1, *pages.shape[1:3], high - low)
+    found = jax.lax.gather(pages, corners, numbers, sizes, mode="promise_in_bounds")
+    return jnp.transpose(found.reshape(-1, *found.shape[2:]), (1, 0, 2))
 
 
 def _finish(state: _Softmax, sinks: jax.Array | None) -> jax.Array:
