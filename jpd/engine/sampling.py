@@ -164,7 +164,8 @@ def _candidate_thresholds(
     weights: jax.Array, rows: SamplingRows, num_candidates: int
 ) -> tuple[jax.Array, jax.Array]:
     """Thresholds found among the best tokens, and in which rows these were enough."""
-    best = jax.lax.top_k(weights, num_candidates)[0]  # [B, C], descending
+    # Without the barrier XLA merges slices into it, knows top_k no more and sorts the vocabulary.
+    best = jax.lax.optimization_barrier(jax.lax.top_k(weights, num_candidates)[0])  # descending
     ranks = jnp.clip(rows.top_k, 1, num_candidates) - 1
     has_top_k, has_top_p = rows.top_k > 0, rows.top_p < 1
     by_rank = jnp.where(has_top_k, jnp.take_along_axis(best, ranks[:, None], axis=1)[:, 0], 0.0)
@@ -181,20 +182,26 @@ def _candidate_thresholds(
 
 def _bisected_thresholds(weights: jax.Array, rows: SamplingRows) -> jax.Array:
     top_k = jnp.clip(rows.top_k, 0, weights.shape[-1])
+    nothing = jnp.zeros_like(rows.top_p)
 
     def has_rank(threshold: jax.Array) -> jax.Array:
         passing = (weights >= threshold[:, None]).astype(jnp.int32)
         return jnp.sum(passing, axis=-1) >= top_k
 
-    by_rank = jnp.where(top_k > 0, _largest_threshold(has_rank, rows.top_p), 0.0)
+    found = jax.lax.cond(
+        jnp.any(top_k > 0), lambda: _largest_threshold(has_rank, nothing), lambda: nothing
+    )
+    by_rank = jnp.where(top_k > 0, found, 0.0)
     left = jnp.where(weights >= by_rank[:, None], weights, 0.0)
     wanted = rows.top_p * jnp.sum(left, axis=-1)
 
     def has_mass(threshold: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(left >= threshold[:, None], left, 0.0), axis=-1) >= wanted
 
-    by_mass = jnp.where(rows.top_p < 1, _largest_threshold(has_mass, rows.top_p), 0.0)
-    return jnp.maximum(by_rank, by_mass)
+    found = jax.lax.cond(
+        jnp.any(rows.top_p < 1), lambda: _largest_threshold(has_mass, nothing), lambda: nothing
+    )
+    return jnp.maximum(by_rank, jnp.where(rows.top_p < 1, found, 0.0))
 
 
 def _largest_threshold(holds: Callable[[jax.Array], jax.Array], like: jax.Array) -> jax.Array:

@@ -171,6 +171,14 @@ def test_a_tie_at_the_last_candidate_is_left_to_bisection() -> None:
     assert _bisected_thresholds(weights, rows).tolist() == [1.0]
 
 
+def test_the_vocabulary_is_never_sorted() -> None:
+    rows, positions = rows_of({"top_k": 3, "top_p": 0.9, "min_p": 0.1}), np.zeros(1, np.int32)
+    logits = np.zeros((1, 4096), np.float32)
+    program = jit_sample.lower(logits, rows, positions).compile().as_text()
+    assert " sort(" not in program
+    assert " sort(" in jax.jit(jnp.sort).lower(logits).compile().as_text(), "it would be seen"
+
+
 @pytest.mark.parametrize("num_tokens", [7, 160, 1000, 4099])
 def test_draw_inverts_the_sum_at_its_ends(num_tokens: int) -> None:
     weights = np.zeros((3, num_tokens), np.float32)
