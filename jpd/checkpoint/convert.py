@@ -158,11 +158,13 @@ def _write_params(
     registry = ocp.type_handlers.create_type_handler_registry(
         (_StreamedParam, _StreamingHandler(meter))
     )
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_ocdbt=False)
     item = {param.name: param for param in params}
     save_args = {param.name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for param in params}
-    with _without_warnings("absl"), ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(item=item, save_args=save_args))
+    args = ocp.args.PyTreeSave(item=item, save_args=save_args)
+    with _without_warnings("absl"):
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_ocdbt=False)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(folder, args=args)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ ConfigTable = dict[str, Any]
 
 GEMMA3_FULL_EVERY = 6  # layers 5, 11, ... see the whole context
 GEMMA3_LOCAL_THETA = 10000.0
+PARTIAL_ROTARY = frozenset({"phi3"})
 GEMMA2_LAYERS_27B = 46
 GEMMA3_LAYERS_27B = 62
 
@@ -23,12 +24,43 @@ GEMMA3_LAYERS_27B = 62
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL_LEN = 1.0, 4.0, 8192
 
 
+NO_EFFECT = frozenset(
+    {
+        "vocab_size",  # the embedding's shape says it
+        "rope.scaling.finetuned",
+        "rope.scaling.attn_factor",  # computed from the other figures of longrope
+        "tensor_data_layout",
+    }
+)
+"""Keys below the architecture's name that change nothing in the models known here."""
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value) if isinstance(value, str | list) else bool(np.any(value))
+
+
 class _Metadata:
-    """Metadata of one architecture; a missing key is an error that names it."""
+    """Metadata of one architecture; a missing key is an error, and so is one never asked for."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
+        self.read: set[str] = set(NO_EFFECT)
         self.arch = str(self.require("general.architecture"))
+
+    def fail(self, key: str, value: object, rule: str) -> ConfigError:
+        return ConfigError([Problem(str(self.file.path), f"{self.arch}.{key}", value, rule)])
+
+    def refuse_unread(self) -> None:
+        """Raise ConfigError for every key of the architecture that nobody asked for."""
+        prefix = f"{self.arch}."
+        problems = []
+        for key, value in self.file.metadata.items():
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix) and name not in self.read and _is_set(value):
+                rule = "not known for this architecture: it might change the computation"
+                problems.append(Problem(str(self.file.path), key, value, rule))
+        if problems:
+            raise ConfigError(problems)
 
     def require(self, key: str) -> Any:
         if key not in self.file.metadata:
@@ -37,9 +69,11 @@ class _Metadata:
         return self.file.metadata[key]
 
     def own(self, key: str) -> Any:
+        self.read.add(key)
         return self.require(f"{self.arch}.{key}")
 
     def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
         return self.file.metadata.get(f"{self.arch}.{key}", default)
 
     def has_tensor(self, name: str) -> bool:
@@ -58,8 +92,7 @@ class _Metadata:
         value = self.own(key)
         values = {int(item) for item in np.atleast_1d(value)}
         if len(values) != 1:
-            rule = "layers that differ in it are not supported"
-            raise ConfigError([Problem(str(self.file.path), f"{self.arch}.{key}", value, rule)])
+            raise self.fail(key, value, "layers that differ in it are not supported")
         return values.pop()
 
 
@@ -73,12 +106,15 @@ def config_from_gguf(file: GgufFile) -> ConfigTable:
         raise ConfigError([problem])
     config = _common(metadata)
     config.update(build(metadata, config))
+    metadata.refuse_unread()
     return config
 
 
 def _common(metadata: _Metadata) -> ConfigTable:
     embed_dim = int(metadata.own("embedding_length"))
     num_heads = metadata.same_for_all_layers("attention.head_count")
+    head_dim = int(metadata.get("attention.key_length", embed_dim // num_heads))
+    _check_sizes(metadata, head_dim)
     token_info = metadata.file.tensors.get("token_embd.weight")
     if token_info is None:
         rule = "this tensor is needed"
@@ -93,13 +129,25 @@ def _common(metadata: _Metadata) -> ConfigTable:
         "num_hidden_layers": int(metadata.own("block_count")),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _num_kv_heads(metadata, num_heads),
-        "head_dim": int(metadata.get("attention.key_length", embed_dim // num_heads)),
+        "head_dim": head_dim,
         "rms_norm_eps": float(metadata.own("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": int(metadata.own("context_length")),
         "tie_word_embeddings": not metadata.has_tensor("output.weight"),
         "bos_token_id": ids.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(eos_ids)),
     }
+
+
+def _check_sizes(metadata: _Metadata, head_dim: int) -> None:
+    """Heads of one size that rotate as a whole, unless the architecture says otherwise."""
+    value_dim = int(metadata.get("attention.value_length", head_dim))
+    if value_dim != head_dim:
+        rule = f"must equal attention.key_length, {head_dim}"
+        raise metadata.fail("attention.value_length", value_dim, rule)
+    rotary_dim = int(metadata.get("rope.dimension_count", head_dim))
+    if rotary_dim != head_dim and metadata.arch not in PARTIAL_ROTARY:
+        rule = f"must equal the size of a head, {head_dim}"
+        raise metadata.fail("rope.dimension_count", rotary_dim, rule)
 
 
 EOS_KEY, EOT_KEY = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"
@@ -123,12 +171,14 @@ def _rope(metadata: _Metadata, default_theta: float = 10000.0) -> ConfigTable:
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if kind == "yarn":
+        betas = {"fast": metadata.get("rope.scaling.yarn_beta_fast", 32.0)}
+        betas["slow"] = metadata.get("rope.scaling.yarn_beta_slow", 1.0)
         rope = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
+        rope |= {f"beta_{name}": float(beta) for name, beta in betas.items()}
         return rope | {"original_max_position_embeddings": original_len}
     if kind in ("none", "longrope"):  # longrope: its factors are read by the architecture
         return {"rope_type": "default", "rope_theta": theta}
-    rule = "must be none, linear, yarn or longrope"
-    raise ConfigError([Problem(str(metadata.file.path), "rope.scaling.type", kind, rule)])
+    raise metadata.fail("rope.scaling.type", kind, "must be none, linear, yarn or longrope")
 
 
 def _llama3_rope(metadata: _Metadata, theta: float, stored: list[float]) -> ConfigTable:
@@ -154,7 +204,6 @@ def _llama3_rope(metadata: _Metadata, theta: float, stored: list[float]) -> Conf
 
 
 def _llama(metadata: _Metadata, config: ConfigTable) -> ConfigTable:
-    head_dim = config["head_dim"]
     table: ConfigTable = {
         "model_type": "llama",
         "hidden_act": "silu",
@@ -162,16 +211,13 @@ def _llama(metadata: _Metadata, config: ConfigTable) -> ConfigTable:
         "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": metadata.has_tensor("blk.0.ffn_down.bias"),
     }
-    rotary_dim = int(metadata.get("rope.dimension_count", head_dim))
-    if rotary_dim != head_dim:
-        rule = f"must equal the head size, {head_dim}"
-        path = str(metadata.file.path)
-        raise ConfigError([Problem(path, "llama.rope.dimension_count", rotary_dim, rule)])
     if int(metadata.get("expert_count", 0)) > 0:
         del table["attention_bias"], table["mlp_bias"]
         table["model_type"] = "mixtral"
         table["num_local_experts"] = int(metadata.own("expert_count"))
         table["num_experts_per_tok"] = int(metadata.own("expert_used_count"))
+        expert_dim = metadata.get("expert_feed_forward_length", config["intermediate_size"])
+        table["intermediate_size"] = int(expert_dim)
         table["sliding_window"] = None
     return table
 
@@ -202,7 +248,7 @@ def _qwen(metadata: _Metadata, config: ConfigTable) -> ConfigTable:
         table["num_experts"] = int(metadata.own("expert_count"))
         table["num_experts_per_tok"] = int(metadata.own("expert_used_count"))
         table["moe_intermediate_size"] = int(metadata.own("expert_feed_forward_length"))
-        table["norm_topk_prob"] = True
+        table["norm_topk_prob"] = bool(metadata.get("expert_weights_norm", True))
         table["decoder_sparse_step"] = 1
         table["mlp_only_layers"] = []
     if metadata.arch.startswith("qwen3"):
@@ -233,8 +279,13 @@ def _gemma3(metadata: _Metadata, config: ConfigTable) -> ConfigTable:
     scalar = config["head_dim"]
     if num_layers == GEMMA3_LAYERS_27B:
         scalar = config["hidden_size"] // config["num_attention_heads"]
-    full = [(layer + 1) % GEMMA3_FULL_EVERY == 0 for layer in range(num_layers)]
-    local_rope = {"rope_type": "default", "rope_theta": GEMMA3_LOCAL_THETA}
+    pattern = metadata.get("attention.sliding_window_pattern", GEMMA3_FULL_EVERY)
+    if isinstance(pattern, int):
+        full = [(layer + 1) % pattern == 0 for layer in range(num_layers)]
+    else:  # one flag per layer
+        full = [not slides for slides in pattern]
+    local_theta = float(metadata.get("rope.freq_base_swa", GEMMA3_LOCAL_THETA))
+    local_rope = {"rope_type": "default", "rope_theta": local_theta}
     return {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",

@@ -62,7 +62,7 @@ MIXTRAL_NAMES: Mapping[str, str] = {
 }
 
 NORM_PLUS_ONE = frozenset({"gemma2", "gemma3"})
-INTERLEAVED_ROPE = frozenset()
+INTERLEAVED_ROPE = frozenset({"llama", "granite"})
 CONFIG_TENSORS = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 )  # read by gguf_config

@@ -25,7 +25,7 @@ PARAMS_NAME = "params"
 LAYOUT_VERSION = 1
 """Raised whenever the shape or the meaning of a parameter changes."""
 
-RESTORE_GROUP_BYTES = 1 << 30
+RESTORE_GROUP_BYTES = 1 << 28
 """Parameters restored together: bounds host memory, and how often progress is told."""
 
 

@@ -188,6 +188,38 @@ def test_unknown_architectures_and_tensors_are_named(tmp_path: Path) -> None:
     assert "blk.0.ssm_a.weight" in refusal(lambda: gguf_source(odd))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.sliding_window", 512),
+        ("expert_group_count", 8),
+        ("attention.value_length", 16),
+        ("rope.dimension_count", 4),
+        ("rope.scaling.type", "odd"),
+    ],
+)
+def test_metadata_that_changes_the_computation_is_never_ignored(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    file = written(tmp_path / "a.gguf", lambda w: None)
+    changed = GgufFile(
+        file.path, dict(file.metadata) | {f"llama.{key}": value}, file.tensors, file.buffer
+    )
+    assert config_from_gguf(file)["model_type"] == "llama"
+    assert f"llama.{key} = {value!r}" in refusal(lambda: config_from_gguf(changed))
+
+
+def test_which_layers_of_gemma3_slide(golden_gemma3: Path, tmp_path: Path) -> None:
+    file = open_gguf(write_gguf(golden_gemma3, tmp_path / "a.gguf"))
+    for pattern in (3, [True, True, False, True, True, False]):
+        metadata = dict(file.metadata) | {"gemma3.attention.sliding_window_pattern": pattern}
+        metadata["gemma3.rope.freq_base_swa"] = 5000.0
+        config = config_from_gguf(GgufFile(file.path, metadata, file.tensors, file.buffer))
+        kinds = [kind == "full_attention" for kind in config["layer_types"]]
+        assert kinds == [False, False, True] * 2
+        assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 5000.0
+
+
 def test_missing_metadata_is_named(tmp_path: Path) -> None:
     file = written(tmp_path / "a.gguf", lambda w: None)
     metadata = {k: v for k, v in file.metadata.items() if k != "llama.block_count"}

@@ -81,9 +81,7 @@ def large_checkpoint(golden_llama3: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("what", ["convert", "load"])
-def test_memory_is_that_of_a_few_tensors(
-    large_checkpoint: Path, tmp_path: Path, what: str
-) -> None:
+def test_memory_is_that_of_a_few_tensors(large_checkpoint: Path, tmp_path: Path, what: str) -> None:
     command = [sys.executable, "-c", PROGRAM, str(large_checkpoint), str(tmp_path / "out"), what]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     used_mib = float(done.stdout)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -261,3 +262,13 @@ def test_a_model_can_be_made_by_hand(golden_llama3: Path) -> None:
     config = open_model(str(golden_llama3)).config
     model = Model("m", "m", config, source=None, tokenizer=None, eos_token_ids=(2,))
     assert "m" in refusal(model.require_source)
+
+
+def test_without_the_extra_packages_folders_still_open(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(folder, tmp_path / "a.gguf")
+    for name in ("gguf", "gguf.constants", "gguf.quants", "sentencepiece"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert open_model(str(folder)).tokenizer is not None
+    assert "the extra `gguf`" in refusal(lambda: open_model(str(path)))
