@@ -55,9 +55,8 @@ class UsageCounter:
             self.add_cached(delta.index, delta.timeline)
 
     def add_cached(self, index: int, timeline: Timeline) -> None:
-        if (
-            index % self._prepared.job.n == 0
-        ):  # a prompt counts once, and so does what was cached of it
+        """A prompt counts once, and so does what was cached of it: by its first choice."""
+        if index % self._prepared.job.n == 0:
             self.num_cached_tokens += timeline.num_cached_tokens
 
     @property

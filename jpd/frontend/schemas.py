@@ -1,7 +1,7 @@
 """Bodies of the HTTP API, as pydantic reads them and as /openapi.json shows them.
 
-Types are strict: "5", 1.5 and true are no integers, NaN is no number. Ranges and everything that
-needs the model are checked in `job` and `prompts`, with the same words as for gRPC and Python.
+Types are strict: "5", 1.5 and true are no integers. Ranges, NaN and everything that needs the model
+are checked in `job` and `prompts`, with the same words as for gRPC and Python.
 Fields not named here are allowed; `refusals` decides which of them must not be ignored.
 """
 
@@ -63,7 +63,7 @@ _SAMPLING_NAMES = (
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow")
 
 
 class ErrorDetail(BaseModel):

@@ -153,7 +153,7 @@ class TextService:
         if tokenizer.chat_template is None:
             rule = (
                 f"the model {self.model.name!r} has no chat template: "
-                "write the prompt out and use completions"
+                "use completions, or start the server with --chat-template FILE"
             )
             raise RequestError("messages", "...", rule)
         render = partial(

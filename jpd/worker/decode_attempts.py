@@ -7,6 +7,7 @@ the first token is known. With the last page *and* this the attempt joins the de
 Knows no router and no transport. Owned by the worker's thread.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from jpd.errors import DeadlineError, JpdError, RequestError, TransferError, Wor
 from jpd.transfer.protocol import ArrivedPiece
 from jpd.worker.page_pool import HeldPages, PagePool
 from jpd.worker.protocol import Attempt, DecodeEvent, Reservation
+
+logger = logging.getLogger(__name__)
 
 DecodeSink = Callable[[DecodeEvent | Exception], None]
 
@@ -174,15 +177,20 @@ class DecodeAttempts:
         attempt = held.attempt
         event = DecodeEvent(attempt.attempt_id, (), None, held.kv_complete_time, held.kv_bytes)
         held.sink(event)
-        self._engine.insert(
-            DecodeRow(
-                attempt_id=attempt.attempt_id,
-                page_ids=held.pages.page_ids,
-                first_token_id=held.token_ids[0],
-                num_tokens=len(attempt.token_ids),
-                sampling=attempt.sampling,
-                stop_token_ids=attempt.stop_token_ids,
-            )
+        try:
+            self._engine.insert(self._row(held))
+        except Exception as error:  # nothing was dispatched: the fault is this attempt's alone
+            logger.exception("worker %s: attempt %s", self._worker, attempt.attempt_id)
+            self._fail(held, WorkerError(self._worker, f"{attempt.attempt_id}: {error!r}"))
+
+    def _row(self, held: DecodeAttempt) -> DecodeRow:
+        return DecodeRow(
+            attempt_id=held.attempt.attempt_id,
+            page_ids=held.pages.page_ids,
+            first_token_id=held.token_ids[0],
+            num_tokens=len(held.attempt.token_ids),
+            sampling=held.attempt.sampling,
+            stop_token_ids=held.attempt.stop_token_ids,
         )
 
     def step(self) -> None:

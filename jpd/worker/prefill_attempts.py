@@ -6,6 +6,7 @@
 Twin of decode_attempts.py. Knows no router and no transport. Owned by the worker's thread.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from jpd.errors import DeadlineError, JpdError, RequestError, TransferError, Wor
 from jpd.transfer.protocol import KVPiece, KVTransfer
 from jpd.worker.page_pool import HeldPages, PagePool
 from jpd.worker.protocol import Attempt, PrefillResult, Reservation
+
+logger = logging.getLogger(__name__)
 
 PrefillAnswer = Callable[[PrefillResult | Exception], None]
 
@@ -94,7 +97,7 @@ class PrefillAttempts:
 
     def start(self, attempt: Attempt, reservation: Reservation, answer: PrefillAnswer) -> None:
         """Prefill for another worker's reservation."""
-        self._check_new(attempt)
+        self._refuse_duplicate(attempt)
         num_pages = self._pool.num_pages_for(len(attempt.token_ids))
         if num_pages > self._pool.num_pages or len(attempt.token_ids) >= self._max_model_len:
             rule = (
@@ -112,12 +115,12 @@ class PrefillAttempts:
         self, attempt: Attempt, reservation: Reservation, pages: HeldPages, answer: PrefillAnswer
     ) -> None:
         """Prefill into the pages that this worker itself reserved."""
-        self._check_new(attempt)
+        self._refuse_duplicate(attempt)
         held = PrefillAttempt(attempt, reservation, answer, pages, is_local=True)
         self._held[attempt.attempt_id] = held
         self._add_task(held, pages)
 
-    def _check_new(self, attempt: Attempt) -> None:
+    def _refuse_duplicate(self, attempt: Attempt) -> None:
         if attempt.attempt_id in self._held:
             raise WorkerError(self._worker, f"attempt {attempt.attempt_id} is prefilled already")
 
@@ -135,19 +138,26 @@ class PrefillAttempts:
 
     def _add_task(self, held: PrefillAttempt, pages: HeldPages) -> None:
         attempt = held.attempt
-        self._engine.add(
-            PrefillTask(
-                attempt_id=attempt.attempt_id,
-                token_ids=attempt.token_ids,
-                page_ids=pages.page_ids[: self._pool.num_pages_for(len(attempt.token_ids))],
-                num_cached_tokens=pages.num_cached_tokens,
-                sampling=attempt.sampling,
-                stop_token_ids=attempt.stop_token_ids,
-                priority=attempt.priority,
-                deadline=attempt.deadline,
-                destination=None if held.is_local else held.reservation.worker,
-                send_from_page=held.reservation.num_cached_tokens // self._pool.page_size,
-            )
+        try:
+            self._engine.add(self._task(held, pages))
+        except Exception as error:  # nothing was dispatched: the fault is this attempt's alone
+            logger.exception("worker %s: attempt %s", self._worker, attempt.attempt_id)
+            reason = f"{attempt.attempt_id}: {error!r}"
+            self.fail(attempt.attempt_id, WorkerError(self._worker, reason))
+
+    def _task(self, held: PrefillAttempt, pages: HeldPages) -> PrefillTask:
+        attempt = held.attempt
+        return PrefillTask(
+            attempt_id=attempt.attempt_id,
+            token_ids=attempt.token_ids,
+            page_ids=pages.page_ids[: self._pool.num_pages_for(len(attempt.token_ids))],
+            num_cached_tokens=pages.num_cached_tokens,
+            sampling=attempt.sampling,
+            stop_token_ids=attempt.stop_token_ids,
+            priority=attempt.priority,
+            deadline=attempt.deadline,
+            destination=None if held.is_local else held.reservation.worker,
+            send_from_page=held.reservation.num_cached_tokens // self._pool.page_size,
         )
 
     def step(self) -> None:
@@ -185,6 +195,7 @@ class PrefillAttempts:
     def remove(self, attempt_id: str) -> None:
         """Forget the attempt and give back its pages; nothing is answered. Idempotent."""
         held = self._held.pop(attempt_id, None)
+        self._num_releases_seen = -1  # whoever waited behind it may have room
         if held is None or held.pages is None:
             return
         self._engine.remove(attempt_id)

@@ -189,6 +189,17 @@ async def test_a_cancelled_ticket_passes_its_turn_on() -> None:
 
 
 @virtual
+async def test_who_leaves_lets_those_try_who_were_refused_because_of_it() -> None:
+    pool = Pool(2, delay=1.0)
+    large = asyncio.create_task(pool.admit("large", need=3, seconds=5.0))
+    small = asyncio.create_task(pool.admit("small"))  # refused while the large try is counted
+    with pytest.raises(OverloadedError):
+        await large
+    await asyncio.sleep(3.0)
+    assert small.done() and pool.order == ["small"]
+
+
+@virtual
 async def test_those_behind_a_picky_ticket_may_still_try() -> None:
     pool = Pool(0)
     ticket = Ticket(0, 0, lambda: False)

@@ -43,7 +43,8 @@ async def test_c08_a_frozen_engine_turns_health_red_and_back() -> None:
 
 @virtual
 async def test_an_idle_worker_is_not_stuck_however_long_it_has_been_idle() -> None:
-    async with rig(*one_each(step_seconds=1.0), options={"stuck_seconds": 5.0}) as r:
+    workers = one_each(prefill_token_seconds=1.0, step_seconds=1.0)
+    async with rig(*workers, options={"stuck_seconds": 5.0}) as r:
         await asyncio.sleep(600.0)
         assert r.router.health().status == "ok"
         task = r.begin(r.request(max_tokens=20))

@@ -64,6 +64,22 @@ async def test_decode_is_reserved_before_prefill_and_the_first_token_beats_the_t
 
 
 @virtual
+async def test_the_kv_counts_as_there_when_it_was_not_when_that_was_heard() -> None:
+    class LateNews(FakeWorker):
+        async def decode(self, attempt_id, first_token_id):  # type: ignore[no-untyped-def]
+            async for event in super().decode(attempt_id, first_token_id):
+                if event.kv_complete_time is not None:
+                    await asyncio.sleep(3.0)
+                yield event
+
+    decode = LateNews("decode-0", "decode", transfer_seconds=1.0)
+    async with rig(FakeWorker("prefill-0", "prefill"), decode) as r:
+        timeline = (await r.ask(r.request(max_tokens=2))).timeline
+        assert timeline.transfer_seconds == pytest.approx(1.0)
+        assert timeline.decode_seconds == pytest.approx(3.0)
+
+
+@virtual
 async def test_queue_time_is_counted_until_the_reservation() -> None:
     async with rig(*one_each(slots=1, step_seconds=1.0)) as r:
         first = r.begin(r.request(max_tokens=4))
@@ -186,6 +202,32 @@ async def test_e20_closing_while_waiting_for_room() -> None:
         assert r.metrics.value("jpd:requests_waiting") == 2
         await running
         await asyncio.gather(*waiting[1:])
+
+
+@virtual
+async def test_a_reader_that_is_cancelled_cancels_its_request() -> None:
+    async with rig(*one_each(step_seconds=10.0)) as r:
+        stream = r.router.generate(r.request(max_tokens=100))
+        await anext(stream)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.5)
+        await asyncio.sleep(0.5)
+        assert r.router.num_requests == 0 and r["decode-0"].num_held == 0
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+@virtual
+async def test_closing_before_the_first_step_is_a_cancel_too() -> None:
+    async with rig(*one_each()) as r:
+        stream = r.router.generate(r.request())
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        with pytest.raises(RequestCancelledError):
+            await reader
+        assert not r["decode-0"].attempts["reserve"]
+        assert r.metrics.value("jpd:requests_total", outcome="cancelled") == 1
 
 
 @virtual

@@ -1,14 +1,17 @@
 """Loop, health, drain and roles of a worker."""
 
 import asyncio
+import dataclasses
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from jpd.errors import WorkerError, WorkerLostError
 from jpd.worker import worker as worker_module
 from jpd.worker.inbox import Call
+from jpd.worker.worker import Worker
 from tests.worker.fakes import Gate, reference
 from tests.worker.fleet import attempt_of, fleet, start_fleet
 
@@ -72,6 +75,30 @@ async def test_a_call_that_raises_is_told_to_those_behind_it_too() -> None:
             with pytest.raises(WorkerLostError, match="the engine fell over"):
                 await asyncio.wait_for(waiting, 5)
         assert isinstance(failed[0], WorkerLostError)
+
+
+async def test_an_attempt_that_cannot_be_taken_in_ends_alone() -> None:
+    """I4: whatever the engine thinks of one attempt is no matter of its neighbours."""
+
+    def refuse(_: object) -> None:
+        raise ValueError("not this one")
+
+    async with fleet() as running:
+        neighbour = attempt_of(range(9), max_tokens=40)
+        streaming = asyncio.ensure_future(running.run(neighbour))
+        while not running.tokens.get(neighbour.attempt_id):
+            await asyncio.sleep(0.002)
+        for engine, verb in (
+            (running["prefill-0"].prefill, "add"),
+            (running["decode-0"].decode, "insert"),
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine, verb, refuse)
+                with pytest.raises(WorkerError, match="not this one"):
+                    await running.run(attempt_of(range(30, 50)))
+        assert await streaming == reference(neighbour)
+        await running.assert_at_rest()
+        assert all(member.status.healthy for member in running.members.values())
 
 
 async def test_a_stuck_turn_shows_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +206,26 @@ async def test_closing_ends_the_thread_and_tells_those_who_wait() -> None:
             await task
         assert "worker-decode-0" not in [thread.name for thread in threading.enumerate()]
         assert not running["decode-0"].status.healthy
+
+
+async def test_a_worker_closed_while_it_compiles_ends_between_two_executables() -> None:
+    started, num_made = threading.Event(), 0
+
+    def warm_up(after_each: Callable[[], None]) -> None:
+        nonlocal num_made
+        for num_made in range(1, 1000):  # noqa: B007
+            started.set()
+            time.sleep(0.005)
+            after_each()
+
+    async with fleet() as running:
+        parts = dataclasses.replace(running["prefill-0"].worker._parts, warm_up=warm_up)
+        worker = Worker("late-0", "prefill", parts)
+        worker.start()
+        assert await asyncio.to_thread(started.wait, 5)
+        await asyncio.to_thread(worker.close)
+        assert isinstance(worker.ready.exception(0), WorkerLostError)
+        assert num_made < 500 and not worker.status().healthy
 
 
 def test_a_second_event_loop_can_use_the_same_fleet() -> None:
