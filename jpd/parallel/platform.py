@@ -9,16 +9,21 @@ import jax
 
 from jpd.errors import ConfigError, Problem
 
+CPU_THREADS_PER_DEVICE = 2
+
 
 def ensure_cpu_devices(num_devices: int) -> None:
-    """See to it that this process has at least this many CPU devices.
+    """See to it that this process has at least this many CPU devices, and as many idle ones.
 
     Must run before the first use of JAX; later it raises ConfigError unless enough devices exist.
     """
     if getattr(jax.config, "jax_num_cpu_devices") >= num_devices:  # noqa: B009 (not in its stubs)
         return
     try:
-        jax.config.update("jax_num_cpu_devices", num_devices)
+        # XLA's CPU client has one dispatch thread per virtual device, and a running step occupies
+        # one. Without idle ones, page moves starve for as long as both sides are busy: measured
+        # with 2 devices, a gather did not start in ten minutes; with 4, within a step.
+        jax.config.update("jax_num_cpu_devices", num_devices * CPU_THREADS_PER_DEVICE)
     except RuntimeError as error:  # backends are up already
         present = len(jax.devices("cpu"))
         if present < num_devices:
