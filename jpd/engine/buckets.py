@@ -1,6 +1,6 @@
 """The padded shapes the engines compile for: few, fixed at start, printed by `jpd check`.
 
-Three kinds: tokens of a prefill chunk, width of the page table, pages moved at once. Pure
+Tokens of a prefill chunk, rows of a decode step, width of the page table, pages moved at once. Pure
 arithmetic, no jax. Used by the engines, the planner and the worker.
 """
 
@@ -14,6 +14,9 @@ MAX_EXECUTABLES = 64
 """Start refuses more: each takes seconds to compile, and padding gains little beyond a few."""
 
 MIN_PREFILL_BUCKET = 16
+
+SHRINKS = (1, 4, 16)
+"""Default buckets: the largest size, a quarter and a sixteenth of it."""
 
 
 def _ceil_to(value: int, step: int) -> int:
@@ -48,9 +51,9 @@ class ShapeBuckets:
         longest = _ceil_to(max_model_len, page)
         chunk = min(engine.prefill_chunk, longest)
         lengths = engine.prefill_buckets or [
-            max(size, min(MIN_PREFILL_BUCKET, chunk)) for size in (chunk, chunk // 4, chunk // 16)
+            max(chunk // part, min(MIN_PREFILL_BUCKET, chunk)) for part in SHRINKS
         ]
-        contexts = engine.context_buckets or [max(longest // part, chunk) for part in (1, 4, 16)]
+        contexts = engine.context_buckets or [max(longest // part, chunk) for part in SHRINKS]
         widths = {_ceil_to(size, page) // page for size in contexts if size <= longest}
         moves = {1 << bit for bit in range((chunk // page).bit_length())} | {-(-chunk // page)}
         buckets = cls(
@@ -83,8 +86,12 @@ class ShapeBuckets:
 
     @property
     def num_decode_executables(self) -> int:
-        """Steps, insert, remove and the pages that arrive."""
-        return len(self.context_widths) + 2 + len(self.page_moves)
+        """At most: steps, insert, remove and the pages that arrive."""
+        return len(SHRINKS) * len(self.context_widths) + 2 + len(self.page_moves)
+
+    def decode_shapes(self, num_slots: int) -> tuple[tuple[int, int], ...]:
+        """(rows, page-table width) of every decode step of a worker with so many slots."""
+        return tuple((r, w) for r in decode_rows(num_slots) for w in self.context_widths)
 
     def prefill_length(self, num_tokens: int) -> int:
         return _smallest_at_least(self.prefill_lengths, num_tokens, "chunk of tokens")
@@ -109,6 +116,11 @@ class ShapeBuckets:
             shown = f"{self.prefill_lengths} x {self.context_widths}"
             rule = f"{count} executables to compile, at most {MAX_EXECUTABLES}: use fewer buckets"
             raise ConfigError([_problem("engine.prefill_buckets x context_buckets", shown, rule)])
+
+
+def decode_rows(num_slots: int) -> tuple[int, ...]:
+    """How many slots, from the first on, a decode step may compute."""
+    return tuple(sorted({max(1, num_slots // part) for part in SHRINKS} if num_slots else ()))
 
 
 def _problem(key: str, value: object, rule: str) -> Problem:

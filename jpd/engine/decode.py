@@ -1,10 +1,11 @@
 """The decode engine: slots become steady streams, one token each per step.
 
-A step: schedule (who comes and goes) → build (the width they need) → run (dispatch it) → commit
+A step: schedule (who comes and goes) → build (the shape they need) → run (dispatch it) → commit
 (read the step before it). Last tokens, positions and who is still running live on the device. Twin
 of prefill.py. Knows no router and no page owner. Owned by its worker's thread.
 """
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from jpd.cache.kv_cache import KVCache
+from jpd.engine.buckets import decode_rows
 from jpd.engine.decode_state import DecodeState, Outcome, one_row
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.steps import Leaves
@@ -60,7 +62,7 @@ class _Running:
 class _InFlight:
     """A dispatched step whose results were not read yet, and who was in which slot."""
 
-    results: jax.Array  # int32 [2, B]
+    results: jax.Array  # int32 [2, rows]
     slots: tuple[tuple[int, int], ...]  # slot, generation
 
 
@@ -80,9 +82,10 @@ class DecodeEngine:
             raise ValueError(f"num_slots = {num_slots}, functions have {functions.num_slots}")
         self._functions, self._cache, self._leaves = functions, cache, leaves
         self._buckets = functions.buckets
+        self._rows = decode_rows(num_slots)
         self._wire_partitions = tuple(wire_partitions)
         self._state = functions.new_state()
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._free_slots = list(range(num_slots))
         self._by_slot: list[_Running | None] = [None] * num_slots
         self._by_attempt: dict[str, _Running] = {}
         self._arrived: dict[int, DecodeState] = {}  # slot → row, to insert before the next step
@@ -106,13 +109,13 @@ class DecodeEngine:
         row = self._row_state(DecodeRow("warm-up", (), 0, 0, SamplingParams(max_tokens=1)))
         self._state = self._functions.insert(self._state, row, 0)
         self._state = self._functions.deactivate(self._state, 0)
-        for width in self._buckets.context_widths:
-            self._cache.layers, self._state, results = self._functions.decode(
-                self._leaves, self._cache.layers, self._state, width
+        for shape in self._buckets.decode_shapes(self._functions.num_slots):
+            self._cache.layers, self._state, _ = self._functions.decode(
+                self._leaves, self._cache.layers, self._state, shape
             )
             after_each()
         self._functions.moves.warm_up_scatter(self._cache, self._wire_partitions)
-        jax.block_until_ready((self._cache.layers, results))
+        jax.block_until_ready(self._cache.layers)
 
     def write_pages(self, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:
         """Put staging arrays that have arrived into these pages of the pool, in order."""
@@ -129,7 +132,7 @@ class DecodeEngine:
         last_position = row.num_tokens + row.sampling.max_tokens - 1
         if last_position <= row.num_tokens:
             raise ValueError(f"attempt {row.attempt_id} has had its only token")
-        slot = self._free_slots.pop()
+        slot = heapq.heappop(self._free_slots)  # the lowest, for few rows to compute
         self._num_generations += 1
         running = _Running(row, slot, self._num_generations, row.num_tokens, last_position)
         self._by_slot[slot] = self._by_attempt[row.attempt_id] = running
@@ -157,7 +160,7 @@ class DecodeEngine:
     def _release(self, running: _Running) -> None:
         del self._by_attempt[running.row.attempt_id]
         self._by_slot[running.slot] = None
-        self._free_slots.append(running.slot)
+        heapq.heappush(self._free_slots, running.slot)
 
     def step(self) -> list[DecodeDone]:
         """Dispatch one step and read the one before it; with nothing to dispatch, read them all."""
@@ -176,13 +179,16 @@ class DecodeEngine:
         self._arrived.clear()
         return [running for running in self._by_attempt.values() if not running.is_exhausted]
 
-    def _build(self, batch: list[_Running]) -> int:
-        """The page-table width that holds every row's next token."""
-        return self._buckets.context_width(max(running.position for running in batch) + 1)
+    def _build(self, batch: list[_Running]) -> tuple[int, int]:
+        """The shape: rows up to the last slot in use, tables that hold every row's next token."""
+        num_used = max(running.slot for running in batch) + 1
+        num_rows = next(rows for rows in self._rows if rows >= num_used)
+        longest = max(running.position for running in batch) + 1
+        return num_rows, self._buckets.context_width(longest)
 
-    def _run(self, batch: list[_Running], width: int) -> None:
+    def _run(self, batch: list[_Running], shape: tuple[int, int]) -> None:
         self._cache.layers, self._state, results = self._functions.decode(
-            self._leaves, self._cache.layers, self._state, width
+            self._leaves, self._cache.layers, self._state, shape
         )
         results.copy_to_host_async()
         slots = tuple((running.slot, running.generation) for running in batch)

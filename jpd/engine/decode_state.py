@@ -87,6 +87,22 @@ def deactivate(state: DecodeState, slot: jax.Array) -> DecodeState:
     return dataclasses.replace(state, active=state.active.at[slot].set(False))
 
 
+def first_rows(state: DecodeState, num_rows: int) -> DecodeState:
+    part: DecodeState = jax.tree.map(lambda whole: whole[:num_rows], state)
+    return part
+
+
+def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
+    """The state after its first rows have advanced; settings and page tables do not change."""
+    num_rows = part.tokens.shape[0]
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[:num_rows].set(part.tokens),
+        positions=state.positions.at[:num_rows].set(part.positions),
+        active=state.active.at[:num_rows].set(part.active),
+    )
+
+
 def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Array]:
     """Take a step's tokens [B]. Returns the state and the results, int32 [2, B]: token, Outcome."""
     positions = state.positions + 1

@@ -34,18 +34,6 @@ from jpd.nn.params import abstract_params
 from jpd.parallel.sharding import sharding_for
 
 
-def kv_spec(config: DecoderConfig, *, num_pages: int, page_size: int, dtype: DTypeLike) -> KVSpec:
-    """The KV pool of a model; num_pages counts the bin page."""
-    return KVSpec(
-        num_layers=config.num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_cached_heads=config.num_cached_heads,
-        kv_width=config.kv_width,
-        dtype=dtype,
-    )
-
-
 class ModelFunctions:
     """Jitted once, for both engines of a worker. `param_shardings` is where its weights must be."""
 
@@ -69,7 +57,9 @@ class ModelFunctions:
         self._pool = (sharding_for(mesh, POOL_AXES, spec.layer_shape),) * spec.num_layers
         self._prefill = self._jit_step(prefill_chunk)
         self._logits = self._jit_step(chunk_logits)
-        self._decode = {width: self._jit_decode(width) for width in buckets.context_widths}
+        self._decode = {
+            shape: self._jit_decode(*shape) for shape in buckets.decode_shapes(num_slots)
+        }
         in_place: dict[str, Any] = {"out_shardings": self._replicated, "donate_argnums": 0}
         self._insert = jax.jit(insert_row, **in_place)
         self._deactivate = jax.jit(deactivate, **in_place)
@@ -82,10 +72,10 @@ class ModelFunctions:
             donate_argnums=1,
         )
 
-    def _jit_decode(self, width: int) -> jax.stages.Wrapped:
-        step = functools.partial(decode_step, self._definition, width)
+    def _jit_decode(self, num_rows: int, width: int) -> jax.stages.Wrapped:
+        step = functools.partial(decode_step, self._definition, num_rows, width)
         return jax.jit(
-            _named(step, f"decode_step_{width}"),
+            _named(step, f"decode_step_{num_rows}x{width}"),
             in_shardings=(self.param_shardings, self._pool, self._replicated),
             out_shardings=(self._pool, self._replicated, self._replicated),
             donate_argnums=(1, 2),
@@ -99,13 +89,14 @@ class ModelFunctions:
         return layers, token
 
     def decode(
-        self, leaves: Leaves, layers: Layers, state: DecodeState, width: int
+        self, leaves: Leaves, layers: Layers, state: DecodeState, shape: tuple[int, int]
     ) -> tuple[Layers, DecodeState, jax.Array]:
-        """One token for every active slot, all of whose sequences fit in `width` pages.
+        """One token for every active slot. `shape`, of ShapeBuckets.decode_shapes: rows from the
+        first slot on, and the page-table width; both cover all active slots.
 
-        Donates layers and state. The results are int32 [2, B]: tokens and outcomes.
+        Donates layers and state. The results are int32 [2, rows]: tokens and outcomes.
         """
-        layers, state, results = self._decode[width](leaves, layers, state)
+        layers, state, results = self._decode[shape](leaves, layers, state)
         return layers, state, results
 
     def insert(self, state: DecodeState, row: DecodeState, slot: int) -> DecodeState:

@@ -93,12 +93,15 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.A
 
 
 def best_tokens(logits: jax.Array) -> jax.Array:
-    """The arg max, of equals the lowest id. Two reductions: on CPU five times as fast as argmax."""
-    num_tokens = logits.shape[-1]
-    highest = jnp.max(logits, axis=-1, keepdims=True)
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    best = jnp.min(jnp.where(logits == highest, ids, num_tokens), axis=-1)
-    return jnp.minimum(best, num_tokens - 1)  # all NaN: still a token
+    """The arg max of each row [B, V], of equals the lowest id.
+
+    In two levels: on CPU one pass over the maxima of blocks is many times as fast as argmax.
+    """
+    block = _block_size(logits.shape[1])
+    blocks = logits.reshape(logits.shape[0], -1, block)
+    chosen = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0]
+    return chosen * block + jnp.argmax(inside, axis=-1).astype(jnp.int32)
 
 
 def _sample_rows(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
@@ -109,8 +112,7 @@ def _sample_rows(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
         is_greedy = rows.temperature == 0
         temperature = jnp.where(is_greedy, 1.0, rows.temperature)[:, None]
         weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)
-        kept = jnp.where(weights >= _thresholds(weights, rows)[:, None], weights, 0.0)
-        drawn = _draw(kept, _uniforms(rows.seed, positions))
+        drawn = _draw(weights, _thresholds(weights, rows), _uniforms(rows.seed, positions))
         return jnp.where(is_greedy, greedy, drawn)
 
     tokens: jax.Array = jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)
@@ -174,8 +176,9 @@ def _candidate_thresholds(
     is_reached = jnp.cumsum(left, axis=-1) >= (rows.top_p * mass)[:, None]
     first = jnp.argmax(is_reached, axis=-1)
     by_mass = jnp.where(has_top_p, jnp.take_along_axis(best, first[:, None], axis=1)[:, 0], 0.0)
-    # Beyond the last candidate there may be equals of it:
-    rank_is_exact = ~has_top_k | ((rows.top_k < num_candidates) & (by_rank > best[:, -1]))
+    # Beyond the last candidate there may be equals of it, which matters unless they weigh nothing:
+    has_all_equals = (rows.top_k < num_candidates) & (by_rank > best[:, -1])
+    rank_is_exact = ~has_top_k | has_all_equals | (best[:, -1] == 0)
     mass_is_exact = ~has_top_p | has_top_k | jnp.any(is_reached, axis=-1)
     return jnp.maximum(by_rank, by_mass), rank_is_exact & mass_is_exact
 
@@ -218,20 +221,23 @@ def _largest_threshold(holds: Callable[[jax.Array], jax.Array], like: jax.Array)
     return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
-def _draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """One index by row with probability in proportion to its weight, by inverting the sum.
+def _draw(weights: jax.Array, thresholds: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """One index by row among the weights from its threshold up, each as likely as it weighs.
 
-    In two levels, blocks and then places in the block, so that no sum runs over the vocabulary.
+    The sum of weights is inverted in two levels, blocks and then places in the block, so that no
+    running sum is taken over the vocabulary.
     """
+    least = thresholds[:, None, None]
     num_rows, num_tokens = weights.shape
     block = _block_size(num_tokens)
     blocks = weights.reshape(num_rows, num_tokens // block, block)
-    sums = jnp.sum(blocks, axis=-1)
+    sums = jnp.sum(jnp.where(blocks >= least, blocks, 0.0), axis=-1)
     ends = jnp.cumsum(sums, axis=-1)
     targets = uniforms * ends[:, -1]
     chosen = _first_beyond(ends, sums, targets)
-    starts = (jnp.take_along_axis(ends - sums, chosen[:, None], axis=1))[:, 0]
-    inside = jnp.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0]
+    starts = jnp.take_along_axis(ends - sums, chosen[:, None], axis=1)[:, 0]
+    inside = jnp.take_along_axis(blocks, chosen[:, None, None], axis=1)
+    inside = jnp.where(inside >= least, inside, 0.0)[:, 0]
     place = _first_beyond(jnp.cumsum(inside, axis=-1), inside, targets - starts)
     return chosen * block + place
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jpd.cache.page_allocator import BIN_PAGE
 from jpd.engine.buckets import ShapeBuckets
-from jpd.engine.decode_state import DecodeState, advance
+from jpd.engine.decode_state import DecodeState, advance, first_rows, with_first_rows
 from jpd.engine.sampling import SamplingRows, greedy_rows, on_host, sample
 from jpd.nn.decoder import Decoder, PagedBatch
 from jpd.nn.params import DecoderDef, rebuild
@@ -110,13 +110,19 @@ def _run_chunk(decoder: Decoder, layers: Layers, chunk: PrefillChunk) -> tuple[j
 
 
 def decode_step(
-    definition: DecoderDef, width: int, leaves: Leaves, layers: Layers, state: DecodeState
+    definition: DecoderDef,
+    num_rows: int,
+    width: int,
+    leaves: Leaves,
+    layers: Layers,
+    whole: DecodeState,
 ) -> tuple[Layers, DecodeState, jax.Array]:
-    """One token for every active slot, whose sequences fit in `width` pages.
+    """One token for every active slot of the first num_rows, in tables of `width` pages.
 
-    Returns the pages, the state and the results int32 [2, B]: tokens and outcomes.
+    Returns the pages, the state and the results int32 [2, num_rows]: tokens and outcomes.
     """
     decoder = rebuild(definition, leaves)
+    state = first_rows(whole, num_rows)
     positions = jnp.where(state.active, state.positions, 0)
     batch = PagedBatch(
         page_table=state.page_table[:, :width],
@@ -126,7 +132,7 @@ def decode_step(
     hidden, layers = decoder(state.tokens[:, None], positions[:, None], layers, batch)
     tokens = sample(decoder.logits(hidden[:, 0]), _running(state), positions + 1)
     state, results = advance(state, tokens)
-    return layers, state, results
+    return layers, with_first_rows(whole, state), results
 
 
 def _running(state: DecodeState) -> SamplingRows:

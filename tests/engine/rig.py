@@ -12,14 +12,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jpd.cache.kv_cache import KVCache
+from jpd.cache.kv_cache import KVCache, KVSpec
 from jpd.cache.page_allocator import PageAllocator
 from jpd.checkpoint.load import load_params
 from jpd.checkpoint.model_source import open_model
 from jpd.config import CacheConfig, EngineConfig
 from jpd.engine.buckets import ShapeBuckets
 from jpd.engine.decode import DecodeEngine, DecodeRow
-from jpd.engine.functions import ModelFunctions, kv_spec
+from jpd.engine.functions import ModelFunctions
 from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import abstract_params
@@ -84,7 +84,14 @@ def rig(name: str, tensor: int = 1, first_device: int = 0, chunk: int = CHUNK) -
     buckets = ShapeBuckets.from_config(
         EngineConfig(prefill_chunk=chunk), CacheConfig(page_size=PAGE), MAX_LEN
     )
-    spec = kv_spec(config, num_pages=NUM_PAGES, page_size=PAGE, dtype=np.float32)
+    spec = KVSpec(
+        num_layers=config.num_layers,
+        num_pages=NUM_PAGES,
+        page_size=PAGE,
+        num_cached_heads=config.num_cached_heads,
+        kv_width=config.kv_width,
+        dtype=np.float32,
+    )
     functions = ModelFunctions(config, np.float32, mesh, spec, buckets, NUM_SLOTS)
     source = open_model(str(GOLDEN / name)).source
     assert source is not None

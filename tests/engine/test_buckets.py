@@ -3,7 +3,7 @@
 import pytest
 
 from jpd.config import CacheConfig, EngineConfig
-from jpd.engine.buckets import MAX_EXECUTABLES, ShapeBuckets
+from jpd.engine.buckets import MAX_EXECUTABLES, ShapeBuckets, decode_rows
 from jpd.errors import ConfigError
 
 CACHE = CacheConfig(page_size=32)
@@ -16,7 +16,8 @@ def test_defaults_for_a_long_context() -> None:
     assert buckets.page_moves == (1, 2, 4, 8, 16)
     assert buckets.max_pages == 1024
     assert buckets.num_prefill_executables == 9 + 5
-    assert buckets.num_decode_executables == 3 + 2 + 5
+    assert buckets.num_decode_executables == 9 + 2 + 5
+    assert buckets.decode_shapes(8)[:4] == ((1, 64), (1, 256), (1, 1024), (2, 64))
 
 
 def test_defaults_for_a_context_shorter_than_a_chunk() -> None:
@@ -45,6 +46,16 @@ def test_the_smallest_bucket_that_fits() -> None:
     assert buckets.split_move(35) == (16, 16, 3)
     with pytest.raises(ValueError, match="513 exceeds the largest bucket 512"):
         buckets.prefill_length(513)
+
+
+def test_rows_of_a_decode_step() -> None:
+    assert [decode_rows(slots) for slots in (0, 1, 4, 8, 64)] == [
+        (),
+        (1,),
+        (1, 4),
+        (1, 2, 8),
+        (4, 16, 64),
+    ]
 
 
 def test_every_problem_is_told_at_once() -> None:

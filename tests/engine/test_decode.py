@@ -250,17 +250,24 @@ def test_the_host_reads_nothing_but_the_step_before(monkeypatch: pytest.MonkeyPa
     free(on, *rows)
 
 
-def test_width_follows_the_longest_row_that_runs() -> None:
+def test_shape_follows_the_last_slot_and_the_longest_row_that_run() -> None:
     on = rig("llama3")
     widths = on.functions.buckets.context_widths
-    long = prefilled(on, random_prompt(1, 100), "long")
+    narrow = next(width for width in widths if width * PAGE > 20)
     short = prefilled(on, random_prompt(1, 20), "short")
+    long = prefilled(on, random_prompt(1, 100), "long")
     engine = on.decode_engine()
-    engine.insert(long)
     engine.insert(short)
-    assert engine._build(engine._schedule()) == widths[-1]
+    engine.insert(long)
+    assert engine._build(engine._schedule()) == (NUM_SLOTS, widths[-1])
     engine.remove("long")
-    assert engine._build(engine._schedule()) == next(w for w in widths if w * PAGE > 20)
+    assert engine._build(engine._schedule()) == (1, narrow)
+    engine.insert(long)
+    engine.remove("short")
+    assert engine._build(engine._schedule()) == (NUM_SLOTS, widths[-1])
+    engine.insert(short)
+    assert engine._by_attempt["short"].slot == 0, "the lowest free slot"
+    engine.remove("long")
     engine.remove("short")
     free(on, long, short)
 

@@ -6,7 +6,7 @@ import pytest
 
 from jpd.engine.sampling import greedy_rows
 from jpd.engine.steps import empty_chunk, make_chunk
-from tests.engine.rig import CHUNK, expected, generate, rig
+from tests.engine.rig import CHUNK, NUM_SLOTS, expected, generate, rig
 
 MODELS = ("gemma3", "llama3")
 
@@ -55,12 +55,13 @@ def test_prefill_updates_the_pool_in_place(tensor: int) -> None:
 def test_decode_updates_the_pool_and_its_state_in_place(tensor: int) -> None:
     on = rig("llama3", tensor)
     old, state = on.cache.layers, on.functions.new_state()
-    width = on.functions.buckets.context_widths[0]
-    compiled = on.functions._decode[width].lower(on.leaves, old, state).compile()
+    shape = on.functions.buckets.decode_shapes(NUM_SLOTS)[0]
+    assert shape[0] < NUM_SLOTS
+    compiled = on.functions._decode[shape].lower(on.leaves, old, state).compile()
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     alias_bytes = compiled.memory_analysis().alias_size_in_bytes
     assert alias_bytes == pool_bytes_per_device(old) + state_bytes
-    on.cache.layers, new_state, _ = on.functions.decode(on.leaves, old, state, width)
+    on.cache.layers, new_state, _ = on.functions.decode(on.leaves, old, state, shape)
     assert all(array.is_deleted() for array in (*old, *jax.tree.leaves(state)))
     newest = on.functions.deactivate(new_state, 1)
     assert all(array.is_deleted() for array in jax.tree.leaves(new_state))

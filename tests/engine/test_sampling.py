@@ -81,6 +81,8 @@ def test_drawn_tokens_follow_the_exact_distribution(settings: dict[str, Any]) ->
 def test_greedy_is_the_arg_max_and_of_equals_the_lowest_id() -> None:
     logits = np.random.default_rng(0).normal(size=(5, 160)).astype(np.float32)
     logits[2, [7, 9]] = 50.0
+    logits[3, [150, 151]] = 50.0
+    logits[4, [0, 159]] = 50.0
     assert best_tokens(jnp.asarray(logits)).tolist() == logits.argmax(-1).tolist()
     tokens = jit_sample(logits, greedy_rows(5), np.zeros(5, np.int32))
     assert tokens.tolist() == logits.argmax(-1).tolist()
@@ -171,6 +173,15 @@ def test_a_tie_at_the_last_candidate_is_left_to_bisection() -> None:
     assert _bisected_thresholds(weights, rows).tolist() == [1.0]
 
 
+def test_a_peaked_row_whose_other_weights_vanish_needs_no_bisection() -> None:
+    weights = jnp.zeros((1, 300), jnp.float32).at[0, 7].set(1.0)
+    thresholds, is_exact = _candidate_thresholds(weights, rows_of({"top_k": 64}), 256)
+    assert bool(is_exact[0]) and thresholds.tolist() == [0.0]
+    logits = np.where(np.arange(300) == 7, 0.0, -500.0).astype(np.float32)[None]
+    row = rows_of({"top_k": 64, "top_p": 0.95, "seed": 1})
+    assert jit_sample(logits, row, np.zeros(1, np.int32)).tolist() == [7]
+
+
 def test_the_vocabulary_is_never_sorted() -> None:
     rows, positions = rows_of({"top_k": 3, "top_p": 0.9, "min_p": 0.1}), np.zeros(1, np.int32)
     logits = np.zeros((1, 4096), np.float32)
@@ -184,7 +195,7 @@ def test_draw_inverts_the_sum_at_its_ends(num_tokens: int) -> None:
     weights = np.zeros((3, num_tokens), np.float32)
     weights[:, [2, num_tokens - 3]] = 0.25
     uniforms = np.array([0.0, 0.49, 1 - 2**-24], np.float32)
-    drawn = jax.jit(_draw)(weights, uniforms)
+    drawn = jax.jit(_draw)(weights, np.zeros(3, np.float32), uniforms)
     assert drawn.tolist() == [2, 2, num_tokens - 3]
 
 
