@@ -246,8 +246,11 @@ class Server:
         """
         return self._bridge().run(self._core().serve(host, http_port, grpc_port))
 
-    def wait_for_signal(self) -> signal.Signals:
-        """Block until SIGINT or SIGTERM comes, and return it. On the main thread only."""
+    def wait_for_signal(self, when_armed: Callable[[], None] | None = None) -> signal.Signals:
+        """Block until SIGINT or SIGTERM comes, and return it. On the main thread only.
+
+        `when_armed` is called when no signal can be missed any more: the time to say "ready".
+        """
         arrived = threading.Event()
         received = list[signal.Signals]()
 
@@ -257,6 +260,8 @@ class Server:
 
         previous = {number: signal.signal(number, note) for number in SIGNALS}
         try:
+            if when_armed is not None:
+                when_armed()
             arrived.wait()
         finally:
             for number, handler in previous.items():

@@ -8,9 +8,34 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from jpd import cli_bench, cli_check, cli_convert, cli_generate, cli_serve, cli_verify
 from jpd.errors import ConfigError, JpdError, RequestError
+
+
+class Command(Protocol):
+    """What each module of a command has."""
+
+    @property
+    def __name__(self) -> str: ...
+
+    @property
+    def HELP(self) -> str: ...
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+COMMANDS: tuple[Command, ...] = (
+    cli_check,
+    cli_serve,
+    cli_generate,
+    cli_verify,
+    cli_convert,
+    cli_bench,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve large language models from JAX, prefill and decode on separate meshes.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (cli_check, cli_serve, cli_generate, cli_verify, cli_convert, cli_bench):
+    for module in COMMANDS:
         name = module.__name__.rpartition("_")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)

@@ -6,29 +6,40 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jpd.api import launch
+from jpd.bench import router
 from jpd.bench.results import Result, results_table, write_json
 from jpd.bench.serving import measure_serving
 from jpd.cli_pair import load_pair, make_console
+from jpd.cli_progress import ProgressLine
+from jpd.errors import ConfigError, Problem
 
 HELP = "measure; a missed target is exit 1 only with --strict"
 
 Benchmark = Callable[[argparse.Namespace], Sequence[Result]]
 
 
+def _router(options: argparse.Namespace) -> Sequence[Result]:
+    return router.run()
+
+
 def _serving(options: argparse.Namespace) -> Sequence[Result]:
     model, deployment = load_pair(options)
-    with launch(model, deployment) as server:
+    with launch(model, deployment, progress=ProgressLine()) as server:
         return asyncio.run(measure_serving(server, model.config.vocab_size))
 
 
-BENCHMARKS: Mapping[str, Benchmark] = {"serving": _serving}
+BENCHMARKS: Mapping[str, Benchmark] = {"router": _router, "serving": _serving}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = (*BENCHMARKS, "all")
     parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--model", default="gemma-3-270m", metavar="M", help="of serving")
-    parser.add_argument("--mesh", default="1p1d-cpu", metavar="F", help="of serving")
+    parser.add_argument(
+        "--model", default="gemma-3-270m", metavar="M", help="of serving; default gemma-3-270m"
+    )
+    parser.add_argument(
+        "--mesh", default="1p1d-cpu", metavar="F", help="of serving; default 1p1d-cpu"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--strict", action="store_true", help="exit 1 on a missed target")
 
@@ -40,6 +51,13 @@ def run(options: argparse.Namespace) -> int:
         make_console().print(results_table(name, found))
         results += found
     if options.json is not None:
-        write_json(options.json, results)
+        _write(options.json, results)
     is_good = all(result.ok for result in results)
     return 1 if options.strict and not is_good else 0
+
+
+def _write(path: Path, results: Sequence[Result]) -> None:
+    try:
+        write_json(path, results)
+    except OSError as error:
+        raise ConfigError([Problem("jpd bench", "--json", str(path), str(error))]) from error

@@ -2,9 +2,12 @@
 
 import argparse
 
-from jpd.api import GenerateOptions, launch
+from jpd.api import launch, served_model
 from jpd.cli_pair import add_pair_arguments, load_pair, parse_prompt
 from jpd.cli_progress import ProgressLine
+from jpd.frontend.job import check_fits
+from jpd.frontend.prompts import encode, read_prompts
+from jpd.request import SamplingParams
 
 HELP = "continue prompts and print the text"
 
@@ -20,17 +23,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    sampling = SamplingParams(
+        max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed
+    )
+    prompts = read_prompts([parse_prompt(prompt) for prompt in options.prompts])
     model, deployment = load_pair(options)
-    prompts = [parse_prompt(prompt) for prompt in options.prompts]
-    settings: GenerateOptions = {
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "seed": options.seed,
-    }
+    served = served_model(model, deployment)
+    for encoded in encode(prompts, served, add_special_tokens=True):
+        check_fits(encoded, sampling, served)  # now, not after the weights are loaded
     with launch(model, deployment, progress=ProgressLine()) as server:
         for prompt in prompts:
-            print(prompt, end="" if model.tokenizer else " ->", flush=True)
-            for delta in server.stream(prompt, **settings):
+            shown = prompt if isinstance(prompt, str) else f"{list(prompt)} ->"
+            print(shown, end="", flush=True)
+            for delta in server.stream(
+                prompt,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+            ):
                 ids = "".join(f" {token_id}" for token_id in delta.token_ids)
                 print(delta.text if model.tokenizer else ids, end="", flush=True)
             print()

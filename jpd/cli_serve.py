@@ -5,6 +5,7 @@ The ready line goes to stdout, everything else to stderr. After it nothing compi
 
 import argparse
 import logging
+import socket
 import sys
 import time
 
@@ -12,6 +13,7 @@ from jpd.api import LOOPBACK, launch
 from jpd.cli_pair import add_pair_arguments, load_pair
 from jpd.cli_progress import ProgressLine
 from jpd.errors import ConfigError, Problem
+from jpd.frontend.server import Endpoints
 
 HELP = "serve over HTTP (OpenAI's API) and gRPC until SIGINT or SIGTERM"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -45,9 +47,24 @@ def port(text: str) -> int:
     return value
 
 
+def _check_port(host: str, number: int) -> None:
+    """Learn that a port is taken now, not after the weights are loaded. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, number))
+    except OSError as error:
+        rule = f"cannot listen there: {error.strerror or error}"
+        raise ConfigError([Problem("jpd serve", "port", f"{host}:{number}", rule)]) from error
+
+
 def run(options: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr, force=True)
+    logging.getLogger("jpd").setLevel(logging.INFO)
     started = time.monotonic()
+    for number in (options.http_port, options.grpc_port):
+        _check_port(options.host, number)
     model, deployment = load_pair(options, chat_template=options.chat_template)
     print(f"loading {model.name} on {deployment.file} ...", file=sys.stderr, flush=True)
     with launch(model, deployment, progress=ProgressLine()) as server:
@@ -57,13 +74,14 @@ def run(options: argparse.Namespace) -> int:
             ports = [options.http_port, options.grpc_port]
             raise ConfigError([Problem("jpd serve", "ports", ports, str(error))]) from error
         logging.getLogger("jpd").info("started in %.1f s", time.monotonic() - started)
-        host = f"[{doors.host}]" if ":" in doors.host else doors.host
-        print(
-            f"jpd ready: http://{host}:{doors.http_port} grpc {host}:{doors.grpc_port}"
-            f" model {server.model_name} mesh {deployment.file}",
-            flush=True,
-        )
-        signal = server.wait_for_signal()
+        ready = _ready_line(doors, server.model_name, deployment.file)
+        signal = server.wait_for_signal(when_armed=lambda: print(ready, flush=True))
         print(f"{signal.name}: draining up to {options.drain_seconds:g} s", file=sys.stderr)
         server.close(options.drain_seconds)
     return 0
+
+
+def _ready_line(doors: Endpoints, model_name: str, mesh_file: str) -> str:
+    host = f"[{doors.host}]" if ":" in doors.host else doors.host
+    http, grpc = f"http://{host}:{doors.http_port}", f"{host}:{doors.grpc_port}"
+    return f"jpd ready: {http} grpc {grpc} model {model_name} mesh {mesh_file}"

@@ -1,7 +1,7 @@
 """Every exception jpd raises on purpose.
 
 JpdError
-├── ConfigError            a model or mesh file is wrong; holds every Problem found (command line: exit 2)
+├── ConfigError            a model or mesh file is wrong; holds every Problem (command line: exit 2)
 ├── RequestError           the caller's request is wrong (HTTP 400, gRPC INVALID_ARGUMENT)
 │   └── ModelNotFoundError the request names a model this server does not serve (HTTP 404)
 ├── OverloadedError        no room before the deadline (HTTP 429, gRPC RESOURCE_EXHAUSTED)
@@ -34,7 +34,7 @@ class JpdError(Exception):
 
 
 class ConfigError(JpdError):
-    """A model, checkpoint or mesh file is unusable; `problems` lists every fault found, not only the first."""
+    """A model, checkpoint or mesh file is unusable; `problems` lists every fault found."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -56,7 +56,7 @@ class ModelNotFoundError(RequestError):
 
 
 class OverloadedError(JpdError):
-    """There was no room for the request before its deadline; try again after `retry_after_seconds`."""
+    """There was no room before the deadline; try again after `retry_after_seconds`."""
 
     def __init__(self, reason: str, retry_after_seconds: float) -> None:
         self.reason, self.retry_after_seconds = reason, retry_after_seconds

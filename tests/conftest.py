@@ -17,6 +17,7 @@ NUM_DEVICES = 8
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JPD_CACHE_DIR", str(REPO / ".cache" / "jpd-tests"))
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -47,7 +47,8 @@ NO_JAX = (
     "jpd.router",
 )
 
-FORBIDDEN_NAMES = re.compile(r"block_tables?|seq_ids?|\w*(Manager|Helper)|\w*_(new|v2|old)|utils?")
+FORBIDDEN_NAMES = re.compile(r"block_tables?|seq_ids?|\w*(Manager|Helper)|utils")
+FORBIDDEN_FILES = re.compile(r"\w*_(new|v2|old)|\w*(helpers?|utils?|common|misc)")
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -190,7 +191,7 @@ def test_every_folder_is_a_package() -> None:
 
 def test_words_that_are_not_ours() -> None:
     for module, path in FILES.items():
-        assert not FORBIDDEN_NAMES.fullmatch(path.stem), path
+        assert not FORBIDDEN_FILES.fullmatch(path.stem), path
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
             bad = token.type == tokenize.NAME and FORBIDDEN_NAMES.fullmatch(token.string)
             assert not bad, f"{module}:{token.start[0]}: {token.string}"
@@ -217,3 +218,9 @@ def test_public_names_are_documented_and_resolve() -> None:
         assert getattr(jpd, name) is not None
         assert f"jpd.{name}" in readme, f"jpd.{name} is public but not in the README"
     assert sorted(jpd.__all__) == list(jpd.__all__)
+
+
+def test_readme_names_every_file() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for module, path in FILES.items():
+        assert path.name == "__init__.py" or path.name in readme, f"{module} is not in the README"

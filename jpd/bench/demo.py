@@ -11,6 +11,7 @@ import asyncio
 import json
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -29,7 +30,6 @@ SHORT_PROMPTS = (
     "Once upon a time, in a small village by the sea,",
     "def fibonacci(n):\n    ",
 )
-NUM_LOG_DAYS = 46
 REQUEST_TIMEOUT_SECONDS = 300.0
 
 
@@ -49,8 +49,8 @@ class Answer:
     finish_reason: str | None = None
 
 
-def long_prompt(num_days: int = NUM_LOG_DAYS) -> str:
-    """A ship's log of about 1,500 tokens, the last entry left open."""
+def long_prompt(num_days: int) -> str:
+    """A ship's log, the last entry left open: about 1,500 tokens in 46 days."""
     winds = ("north", "north-east", "east", "south-east", "south", "south-west", "west")
     cargo = ("timber", "salt", "wool", "copper", "grain")
     birds = ("gulls", "terns", "petrels", "gannets")
@@ -135,10 +135,12 @@ def check_answers(answers: Sequence[Answer]) -> int:
     return sum(int(answer.usage["completion_tokens"]) for answer in answers)
 
 
-async def ask_all(address: ServerAddress, max_tokens: int, console: Console) -> list[Answer]:
+async def ask_all(
+    address: ServerAddress, console: Console, max_tokens: int, num_days: int
+) -> list[Answer]:
     """All requests at the same time, shown as they grow."""
     answers = [Answer(f"short {n}", prompt) for n, prompt in enumerate(SHORT_PROMPTS, 1)]
-    answers.append(Answer("long", long_prompt()))
+    answers.append(Answer("long", long_prompt(num_days)))
     async with httpx.AsyncClient(
         base_url=address.http, timeout=REQUEST_TIMEOUT_SECONDS, trust_env=False
     ) as client:
@@ -156,13 +158,18 @@ async def ask_all(address: ServerAddress, max_tokens: int, console: Console) -> 
     return answers
 
 
-def run_demo(model: str, mesh: str, max_tokens: int, start_seconds: float) -> int:
+def run_demo(options: argparse.Namespace) -> int:
     """Run it all and print; the number of tokens made. Ends the server in every case."""
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    arguments = ["--model", model, "--mesh", mesh, "--http-port", "0", "--grpc-port", "0"]
+    arguments = ["--model", options.model, "--mesh", options.mesh]
+    arguments += ["--http-port", "0", "--grpc-port", "0"]
+    is_ready = threading.Event()
     with console.status("starting the server ...") as status:
 
         def show(line: str) -> None:
+            """What the server says of its start; later its last words are kept, not shown."""
+            if is_ready.is_set():
+                return
             status.update(line[: console.width - 4])
             if not console.is_terminal:
                 console.print(line, highlight=False, markup=False, style="dim")
@@ -170,18 +177,20 @@ def run_demo(model: str, mesh: str, max_tokens: int, start_seconds: float) -> in
         server = ServerProcess(arguments, on_line=show)
         with server:
             try:
-                address = server.wait_ready(start_seconds)
+                address = server.wait_ready(options.start_seconds)
+                is_ready.set()
                 status.stop()
                 console.print(
                     f"server ready after {address.start_seconds:.1f} s: {address.http}, "
                     f"gRPC {address.grpc}, model {address.model}",
                     highlight=False,
                 )
-                answers = asyncio.run(ask_all(address, max_tokens, console))
+                asking = ask_all(address, console, options.max_tokens, options.log_days)
+                answers = asyncio.run(asking)
             except httpx.HTTPError as error:
                 raise ServerFailedError(f"{error!r}\n{server.last_words()}") from error
     num_tokens = check_answers(answers)
-    console.print(phase_table(answers))
+    console.print("\n" if not console.is_terminal else "", phase_table(answers), sep="")
     console.print(f"demo ok: {len(answers)} requests, {num_tokens} tokens", highlight=False)
     return num_tokens
 
@@ -196,11 +205,12 @@ def main() -> int:
     parser.add_argument("--mesh", default="mesh_configs/1p1d-cpu.toml")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--start-seconds", type=float, default=600.0, help="patience for ready")
+    parser.add_argument("--log-days", type=int, default=46, help="length of the long prompt")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGHUP, interrupt)
     try:
-        run_demo(options.model, options.mesh, options.max_tokens, options.start_seconds)
+        run_demo(options)
     except KeyboardInterrupt:
         print("demo stopped", file=sys.stderr)
         return 130

@@ -71,5 +71,6 @@ def results_table(title: str, results: Sequence[Result]) -> Table:
         sign = "<=" if result.at_most else ">="
         target = "" if result.target is None else f"{sign} {result.target:g}"
         ok = "" if result.target is None else ("yes" if result.ok else "NO")
-        table.add_row(result.name, f"{result.value:,.4g}", result.unit, target, ok)
+        shown = f"{result.value:,.0f}" if result.value >= 1000 else f"{result.value:.4g}"
+        table.add_row(result.name, shown, result.unit, target, ok)
     return table

@@ -103,6 +103,10 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             status = self.process.wait()
+        except BaseException:  # a second Ctrl-C: no more patience, but nothing is left behind
+            self.process.kill()
+            self.process.wait()
+            raise
         for thread in self._threads:
             thread.join()
         for stream in (self.process.stdout, self.process.stderr):

@@ -1,4 +1,4 @@
-"""`jpd serve` as its users meet it: the openai client, the generated gRPC stub, a terminal's Ctrl-C."""
+"""`jpd serve` as its users meet it: the openai client, the gRPC stub, a terminal's Ctrl-C."""
 
 import json
 import os
