@@ -44,7 +44,7 @@ bench: $(VENV)/.demo
 	$(BIN)/jpd bench all
 
 proto: $(VENV)/.dev
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. jpd/rpc/jpd.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. jpd/rpc/jpd.proto
 
 clean:
 	rm -rf .venv .cache build dist .ruff_cache .pytest_cache .mypy_cache *.egg-info
