@@ -12,6 +12,7 @@ from jpd.nn.layers import RMSNorm, param
 from jpd.nn.rope import RopeTables, apply_rope
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where the tokens of one call stand: the same for all layers, so computed once."""

@@ -3,7 +3,9 @@
 Called by `jpd.engine` inside jit, with raw arrays put in by `jpd.nn.params.rebuild`.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +108,8 @@ class Decoder(nnx.Module):
         tables = self._rope_tables(positions, lengths)
         new_kv = []
         for layer, layer_config, pages in zip(self.layers, config.layers, kv, strict=True):
-            x, pages = layer(x, tables[layer_config.rope], pages, place)
+            definition, params = nnx.split(layer)
+            x, pages = _run_layer(definition, params, x, tables[layer_config.rope], pages, place)
             new_kv.append(pages)
         return x, tuple(new_kv)
 
@@ -128,6 +131,20 @@ class Decoder(nnx.Module):
         head_dim = config.head_dim if config.mla is None else config.mla.qk_rope_head_dim
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         return {rope: rope_tables(rope, head_dim, positions, lengths) for rope in ropes}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layer(
+    definition: Any,
+    params: Any,
+    x: jax.Array,
+    tables: RopeTables | None,
+    pages: jax.Array,
+    place: Placement,
+) -> tuple[jax.Array, jax.Array]:
+    """A layer, traced once for each kind of layer and shape instead of once per layer."""
+    out: tuple[jax.Array, jax.Array] = nnx.merge(definition, params)(x, tables, pages, place)
+    return out
 
 
 def _place(positions: jax.Array, page_size: int, batch: PagedBatch) -> Placement:
