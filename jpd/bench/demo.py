@@ -107,19 +107,21 @@ def show_answers(answers: Sequence[Answer]) -> RenderableType:
 
 
 def phase_table(answers: Sequence[Answer]) -> Table:
-    table = Table(title="Where the time went", title_justify="left")
+    """Narrow enough for 80 columns."""
+    table = Table(title="Where the time went", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("request", no_wrap=True)
-    names = ("prompt tokens", "output tokens", "queue ms", "prefill ms", "transfer ms")
-    for name in (*names, "decode ms", "TTFT ms", "TPOT ms", "KV bytes moved"):
-        table.add_column(name, justify="right")
     phases = ("queue", "prefill", "transfer", "decode", "ttft", "tpot")
+    names = [phase.upper() if phase in ("ttft", "tpot") else phase for phase in phases]
+    headers = ("prompt\ntokens", "output\ntokens", *(f"{name}\nms" for name in names))
+    for header in (*headers, "KV bytes\nmoved"):
+        table.add_column(header, justify="right", no_wrap=True)
     for answer in answers:
         times = (float(answer.details[f"{phase}_seconds"]) * 1000 for phase in phases)
         table.add_row(
             answer.name,
             f"{answer.usage['prompt_tokens']:,}",
             f"{answer.usage['completion_tokens']:,}",
-            *(f"{time:,.1f}" for time in times),
+            *(f"{time:,.0f}" for time in times),
             f"{answer.details['kv_bytes']:,}",
         )
     return table

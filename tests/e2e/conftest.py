@@ -71,11 +71,11 @@ class RunningServer:
         return self.address.http
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def running_server(
     repo: Path, golden_llama3: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """One server for all tests that leave it as they found it."""
+    """One server for all tests of a module, which leave it as they found it."""
     mesh = write_tiny_mesh(tmp_path_factory.mktemp("e2e"))
     arguments = ["--model", str(golden_llama3), "--mesh", str(mesh)]
     arguments += ["--http-port", "0", "--grpc-port", "0"]
