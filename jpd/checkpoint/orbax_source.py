@@ -34,11 +34,22 @@ class OrbaxSource:
     """An opened Orbax folder. Numbers were checked when it was written."""
 
     folder: Path
-    shapes: dict[str, tuple[int, ...]]
 
     @property
     def location(self) -> str:
         return str(self.folder)
+
+    def read_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes by name. Starts JAX, as all of Orbax does: so not for `open_orbax`, which
+        runs before a launcher makes its devices. Raises ConfigError."""
+        try:
+            with _checkpointer() as checkpointer:
+                metadata = checkpointer.metadata(self.folder / PARAMS_NAME)
+                return {name: tuple(leaf.shape) for name, leaf in metadata.item_metadata.items()}
+        except (OSError, ValueError, AttributeError) as error:
+            rule = f"is not a readable Orbax checkpoint: {error}"
+            problem = Problem(str(self.folder / PARAMS_NAME), "params", "", rule)
+            raise ConfigError([problem]) from error
 
     def restore(
         self,
@@ -86,8 +97,9 @@ class OrbaxSource:
 
     def _check(self, abstract: AbstractParams) -> None:
         problems = []
+        shapes = self.read_shapes()
         for spec in abstract.specs:
-            found = self.shapes.get(spec.path)
+            found = shapes.get(spec.path)
             if found is None:
                 rule = f"the model needs this parameter, of shape {list(spec.shape)}"
                 problems.append(Problem(self.location, spec.path, "missing", rule))
@@ -103,7 +115,7 @@ def is_orbax_folder(folder: Path) -> bool:
 
 
 def open_orbax(folder: Path) -> OrbaxSource:
-    """Read names and shapes only. Raises ConfigError for a folder that is not whole."""
+    """Look at files only, start no JAX. Raises ConfigError for a folder that is not whole."""
     marker = _read_marker(folder)
     if marker.get("layout") != LAYOUT_VERSION:
         rule = f"this jpd reads layout {LAYOUT_VERSION}: convert the checkpoint again"
@@ -111,14 +123,7 @@ def open_orbax(folder: Path) -> OrbaxSource:
             [Problem(str(folder / MARKER_NAME), "layout", marker.get("layout"), rule)]
         )
     _check_files(folder, marker.get("file_bytes"))
-    try:
-        with _checkpointer() as checkpointer:
-            metadata = checkpointer.metadata(folder / PARAMS_NAME)
-            shapes = {name: tuple(leaf.shape) for name, leaf in metadata.item_metadata.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        rule = f"is not a readable Orbax checkpoint: {error}"
-        raise ConfigError([Problem(str(folder / PARAMS_NAME), "params", "", rule)]) from error
-    return OrbaxSource(folder.resolve(), shapes)
+    return OrbaxSource(folder.resolve())
 
 
 def file_sizes(folder: Path) -> dict[str, int]:

@@ -79,11 +79,31 @@ def test_f08_what_one_device_wrote_opens_on_four(golden_llama3: Path, tmp_path: 
     assert_equal_params(found, expected)
 
 
+def test_opening_starts_no_jax_so_that_a_launcher_can_still_make_its_devices(
+    converted: Path,
+) -> None:
+    code = (
+        "import sys, jax\n"
+        "from jpd.checkpoint.model_source import open_model\n"
+        "from jpd.parallel.platform import ensure_cpu_devices\n"
+        "open_model(sys.argv[1])\n"
+        "ensure_cpu_devices(2)\n"
+        "assert len(jax.devices()) >= 2\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run(
+        [sys.executable, "-c", code, str(converted)],
+        check=True,
+        timeout=120,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
 def test_names_and_shapes_are_read_without_data(converted: Path) -> None:
     source = open_model(str(converted)).require_source()
     assert isinstance(source, OrbaxSource)
     abstract = abstract_params(open_model(str(converted)).config, jnp.float32)
-    assert source.shapes == {spec.path: spec.shape for spec in abstract.specs}
+    assert source.read_shapes() == {spec.path: spec.shape for spec in abstract.specs}
 
 
 def test_tokenizer_and_eos_come_along(converted: Path) -> None:
