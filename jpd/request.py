@@ -17,6 +17,7 @@ MAX_STOP_TOKEN_IDS = 16
 """Rows of the decode batch carry their stop token ids on the device in an array of this width."""
 
 MAX_TOP_K = 1 << 30
+MAX_TOKENS = 1 << 31
 
 
 class RequestState(enum.Enum):
@@ -68,8 +69,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 1 << 31, "at least 1")
-        _check_int("min_tokens", self.min_tokens, 0, 1 << 31, "at least 0")
+            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS, f"between 1 and {MAX_TOKENS}")
+        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS, f"between 0 and {MAX_TOKENS}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             rule = f"must not exceed max_tokens = {self.max_tokens}"
             raise RequestError("min_tokens", self.min_tokens, rule)

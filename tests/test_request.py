@@ -48,6 +48,11 @@ def test_e13_a_wrong_value_is_refused_with_its_field(field: str, value: object) 
     assert str(caught.value).startswith(f"{field} = ")
 
 
+def test_a_number_that_is_too_large_is_told_the_upper_bound() -> None:
+    with pytest.raises(RequestError, match=f"between 1 and {1 << 31}"):
+        SamplingParams(max_tokens=1 << 63)
+
+
 @pytest.mark.parametrize(
     "values",
     [

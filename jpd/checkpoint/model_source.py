@@ -179,12 +179,15 @@ def _from_gguf(path: Path, spec: str, need_weights: bool = True) -> Model:
 
 
 def _from_folder(folder: Path, spec: str, need_weights: bool = True) -> Model:
-    raw = _read_json(folder / "config.json", required=True)
+    if not (folder / "config.json").is_file():
+        rule = "holds no config.json, which every Hugging Face or Orbax folder has"
+        raise ConfigError([Problem("--model", "model", spec, rule)])
+    raw = _read_json(folder / "config.json")
     config = config_from_hf(raw, str(folder / "config.json"))
     name = folder.resolve().name
     if not need_weights:
         return _model(name, spec, config, raw)
-    generation = _read_json(folder / "generation_config.json", required=False)
+    generation = _read_json(folder / "generation_config.json")
     model = _model(name, spec, config, raw, _folder_tokenizer(folder), generation, str(folder))
     source = open_orbax(folder) if is_orbax_folder(folder) else open_safetensors(folder)
     return replace(model, source=source)
@@ -203,8 +206,9 @@ def _folder_tokenizer(folder: Path) -> Tokenizer | None:
     return None
 
 
-def _read_json(path: Path, required: bool) -> dict[str, Any]:
-    if not path.exists() and not required:
+def _read_json(path: Path) -> dict[str, Any]:
+    """The table in `path`; an empty one where there is no such file."""
+    if not path.exists():
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -182,13 +182,14 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     for name, fields in header.items():
         if name == "__metadata__":
             continue
-        fault, info, span = _read_entry(fields, data_bytes)
+        fault, info, span = _read_entry(fields)
         if fault or info is None:
             problems.append(Problem(str(path), name, fields, fault))
             continue
         entries[name] = _Entry(path, info)
         spans.append((*span, name))
     problems.extend(_overlaps(path, spans))
+    problems.extend(_cut_off(path, spans, data_bytes))
     if problems:
         raise ConfigError(problems)
     used_bytes = max((end for _, end, _ in spans), default=0)
@@ -220,7 +221,7 @@ def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
     return header, file_bytes - 8 - header_bytes
 
 
-def _read_entry(fields: Any, data_bytes: int) -> tuple[str, TensorInfo | None, tuple[int, int]]:
+def _read_entry(fields: Any) -> tuple[str, TensorInfo | None, tuple[int, int]]:
     """(fault or "", info, (first byte, end byte)) of one header entry."""
     nothing = (0, 0)
     try:
@@ -232,9 +233,6 @@ def _read_entry(fields: Any, data_bytes: int) -> tuple[str, TensorInfo | None, t
         return f"dtype must be one of {', '.join(DTYPES)}", None, nothing
     if min(shape, default=0) < 0 or not 0 <= start <= end:
         return "dims and offsets must not be negative", None, nothing
-    if end > data_bytes:
-        rule = f"ends at data byte {end}, but the file holds {data_bytes} data bytes"
-        return rule, None, nothing
     needed = math.prod(shape) * DTYPES[dtype_name].itemsize
     if needed != end - start:
         return f"shape and dtype need {needed} bytes, the offsets span {end - start}", None, nothing
@@ -250,3 +248,15 @@ def _overlaps(path: Path, spans: list[tuple[int, int, str]]) -> list[Problem]:
             problems.append(Problem(str(path), name, start, rule))
         position = max(position, end)
     return problems
+
+
+def _cut_off(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> list[Problem]:
+    """One problem for a truncated file, however many of its tensors are gone."""
+    beyond = sorted(span for span in spans if span[1] > data_bytes)
+    if not beyond:
+        return []
+    _, end, name = beyond[0]
+    rule = f"ends at data byte {end}, but the file holds {data_bytes} data bytes: truncated"
+    if len(beyond) > 1:
+        rule += f" ({len(beyond)} of its {len(spans)} tensors are cut off)"
+    return [Problem(str(path), name, "cut off", rule)]

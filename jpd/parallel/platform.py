@@ -3,6 +3,9 @@
 Both are settings of the whole process, so only a launcher or a test's conftest calls them.
 """
 
+import contextlib
+import time
+import zlib
 from pathlib import Path
 
 import jax
@@ -10,6 +13,10 @@ import jax
 from jpd.errors import ConfigError, Problem
 
 CPU_THREADS_PER_DEVICE = 2
+
+ENTRY_MAGIC_ZLIB = 0x78
+UNTOUCHED_SECONDS = 60.0
+"""A cut-off entry younger than this may be one that another process is writing."""
 
 
 def ensure_cpu_devices(num_devices: int) -> None:
@@ -34,6 +41,31 @@ def ensure_cpu_devices(num_devices: int) -> None:
 def enable_compilation_cache(directory: Path) -> None:
     """Keep compiled executables in `directory`, created when missing, for a quick next start."""
     directory.mkdir(parents=True, exist_ok=True)
+    _drop_cut_off_entries(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _drop_cut_off_entries(directory: Path) -> None:
+    """Remove what a process left that was killed while it kept an executable.
+
+    JAX would warn of such an entry, compile in its place and never replace it: at every start.
+    """
+    newest = time.time() - UNTOUCHED_SECONDS
+    for entry in directory.glob("*-cache"):
+        with contextlib.suppress(OSError):  # read-only, or gone by now
+            if entry.stat().st_mtime < newest and not _is_whole(entry.read_bytes()):
+                entry.unlink(missing_ok=True)
+
+
+def _is_whole(entry: bytes) -> bool:
+    """Whether the compressed stream has its end; zstd, which we cannot read, only has to be."""
+    if not entry or entry[0] != ENTRY_MAGIC_ZLIB:
+        return bool(entry)
+    reader = zlib.decompressobj()
+    try:
+        reader.decompress(entry)
+    except zlib.error:
+        return False
+    return reader.eof

@@ -150,7 +150,10 @@ def test_a_name_that_is_nothing_lists_the_cards() -> None:
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
-    assert "config.json" in refusal(lambda: open_model(str(tmp_path)))
+    message = refusal(lambda: open_model(str(tmp_path)))
+    assert str(tmp_path) in message
+    assert "holds no config.json" in message
+    assert "JSON" not in message.replace("config.json", "")
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:

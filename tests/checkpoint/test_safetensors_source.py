@@ -140,6 +140,18 @@ def test_a_truncated_file_is_refused_with_both_sizes(checkpoint: Path) -> None:
     assert f"ends at data byte {data_bytes}, but the file holds {data_bytes - 100}" in message
 
 
+def test_a_file_cut_off_early_is_one_problem_not_one_for_each_tensor(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    raw = path.read_bytes()
+    (header_bytes,) = struct.unpack("<Q", raw[:8])
+    path.write_bytes(raw[: 8 + header_bytes + 10])
+    with pytest.raises(ConfigError) as caught:
+        open_safetensors(checkpoint)
+    assert len(caught.value.problems) == 1
+    assert "truncated" in str(caught.value)
+    assert "tensors are cut off" in str(caught.value)
+
+
 def test_a_file_with_bytes_to_spare_is_refused(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes() + b"more")
