@@ -4,10 +4,13 @@ The ready line goes to stdout, everything else to stderr. After it nothing compi
 """
 
 import argparse
+import contextlib
 import logging
+import math
 import socket
 import sys
 import time
+from collections.abc import Sequence
 
 from jpd.api import LOOPBACK, launch
 from jpd.cli_pair import add_pair_arguments, load_pair
@@ -32,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drain-seconds",
-        type=float,
+        type=seconds,
         default=5.0,
         metavar="S",
         help="how long running requests may go on after a signal, default 5",
@@ -47,24 +50,37 @@ def port(text: str) -> int:
     return value
 
 
-def _check_port(host: str, number: int) -> None:
-    """Learn that a port is taken now, not after the weights are loaded. Raises ConfigError."""
+def seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError("must be a finite number of seconds, at least 0")
+    return value
+
+
+def _check_ports(host: str, numbers: Sequence[int]) -> None:
+    """Learn that a port is taken now, not after the weights are loaded. Raises ConfigError.
+
+    All are held at once, so that two equal ones are found too.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with contextlib.ExitStack() as held:
+        for number in numbers:
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, number))
-    except OSError as error:
-        rule = f"cannot listen there: {error.strerror or error}"
-        raise ConfigError([Problem("jpd serve", "port", f"{host}:{number}", rule)]) from error
+            try:
+                probe.bind((host, number))
+            except OSError as error:
+                rule = f"cannot listen there: {error.strerror or error}"
+                problem = Problem("jpd serve", "port", f"{host}:{number}", rule)
+                raise ConfigError([problem]) from error
+            probe.listen()  # two bound sockets may share a port, two that listen may not
 
 
 def run(options: argparse.Namespace) -> int:
     logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr, force=True)
     logging.getLogger("jpd").setLevel(logging.INFO)
     started = time.monotonic()
-    for number in (options.http_port, options.grpc_port):
-        _check_port(options.host, number)
+    _check_ports(options.host, (options.http_port, options.grpc_port))
     model, deployment = load_pair(options, chat_template=options.chat_template)
     print(f"loading {model.name} on {deployment.file} ...", file=sys.stderr, flush=True)
     with launch(model, deployment, progress=ProgressLine()) as server:

@@ -1,6 +1,7 @@
 """The command line's borders: exit codes, messages, and what `check` prints without any device."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,22 @@ def test_golden_file_must_hold_the_arrays(tmp_path: Path, golden_llama3: Path) -
     for path in (text, partly, uneven, tmp_path / "absent.npz"):
         with pytest.raises(ConfigError):
             read_golden(path)
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "inf", "soon"])
+def test_drain_seconds_is_a_finite_time(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "--model", "m", "--mesh", "f", "--drain-seconds", value])
+    assert stop.value.code == 2
+    assert "--drain-seconds" in capsys.readouterr().err
+
+
+def test_two_doors_on_one_port_are_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    arguments = ["serve", "--model", "m", "--mesh", "f", "--http-port", port, "--grpc-port", port]
+    assert main(arguments) == 2
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err

@@ -4,6 +4,7 @@ Both are settings of the whole process, so only a launcher or a test's conftest 
 """
 
 import contextlib
+import os
 import time
 import zlib
 from pathlib import Path
@@ -15,6 +16,7 @@ from jpd.errors import ConfigError, Problem
 CPU_THREADS_PER_DEVICE = 2
 
 ENTRY_MAGIC_ZLIB = 0x78
+CHECKED_MARKER = "checked"  # entries older than this file have been looked at
 UNTOUCHED_SECONDS = 60.0
 """A cut-off entry younger than this may be one that another process is writing."""
 
@@ -52,11 +54,14 @@ def _drop_cut_off_entries(directory: Path) -> None:
 
     JAX would warn of such an entry, compile in its place and never replace it: at every start.
     """
-    newest = time.time() - UNTOUCHED_SECONDS
-    for entry in directory.glob("*-cache"):
-        with contextlib.suppress(OSError):  # read-only, or gone by now
-            if entry.stat().st_mtime < newest and not _is_whole(entry.read_bytes()):
+    newest, marker = time.time() - UNTOUCHED_SECONDS, directory / CHECKED_MARKER
+    with contextlib.suppress(OSError):  # read-only, or gone by now
+        oldest = marker.stat().st_mtime if marker.exists() else 0.0
+        for entry in directory.glob("*-cache"):
+            if oldest <= entry.stat().st_mtime < newest and not _is_whole(entry.read_bytes()):
                 entry.unlink(missing_ok=True)
+        marker.touch()
+        os.utime(marker, (newest, newest))
 
 
 def _is_whole(entry: bytes) -> bool:

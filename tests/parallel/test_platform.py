@@ -54,3 +54,12 @@ def test_whole_entries_and_entries_being_written_stay(tmp_path: Path) -> None:
     paths[-1].touch()
     enable_compilation_cache(tmp_path)
     assert all(path.exists() for path in paths)
+
+
+def test_an_entry_is_looked_at_once(tmp_path: Path) -> None:
+    enable_compilation_cache(tmp_path)
+    seen_before = keep(tmp_path, "seen_before", b"")
+    cut_off_since = keep(tmp_path, "cut_off_since", b"", age_seconds=61.0)
+    os.utime(tmp_path / "checked", (time.time() - 120.0,) * 2)
+    enable_compilation_cache(tmp_path)
+    assert seen_before.exists() and not cut_off_since.exists()
