@@ -72,6 +72,10 @@ class Assembly:
             if site.name in (wires := self.wires_from(other))
         }
 
+    def num_compilations(self, site: Site) -> int:
+        """Compilations since ready. They are the process's, so only one worker tells of them."""
+        return self.counter.num_after_ready if site is self.sites[0] else 0
+
     def prefills(self, site: Site) -> bool:
         """Whether this worker gets prefill functions, for others or only for itself."""
         is_alone = all(other.config.role != "prefill" for other in self.sites)
@@ -184,5 +188,5 @@ def _make_parts(assembly: Assembly, site: Site, engines: _Engines, pool: PagePoo
         destinations=frozenset(assembly.wires_from(site)),
         transfer=assembly.transfer,
         warm_up=engines.warm_up,
-        num_compilations=lambda: assembly.counter.num_after_ready,
+        num_compilations=lambda: assembly.num_compilations(site),
     )

@@ -47,7 +47,12 @@ class Fleet:
         """Logits [T, V] at every position, from the first worker to prefill. Blocks, compiles."""
         prefills = [member for member in self.members if member.worker.role != "decode"]
         member = (prefills or self.members)[0]
-        return on_thread(member.worker, lambda: member.logits_of(token_ids))
+
+        def compute() -> npt.NDArray[np.float32]:
+            with self.compile_counter.expected():
+                return member.logits_of(token_ids)
+
+        return on_thread(member.worker, compute)
 
     def check_integrity(self) -> None:
         """Tables and pools of all workers agree, and nothing is held for nobody. Blocks."""

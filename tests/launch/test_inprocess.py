@@ -170,6 +170,26 @@ async def test_nothing_but_tokens_is_fetched_and_nothing_compiles(
     assert fleet.compile_counter.num_compilations == before
 
 
+async def test_a_compilation_after_ready_is_told_once_and_that_of_a_check_never(
+    fleets: dict[str, Fleet],
+) -> None:
+    fleet = fleets["llama3"]
+
+    async def told() -> int:
+        statuses = [await client.status() for client in fleet.clients]
+        return sum(status.num_compilations_after_ready for status in statuses)
+
+    before = fleet.compile_counter.num_after_ready  # what another fleet of this process compiled
+    await asyncio.to_thread(fleet.logits, prompt_of(40))
+    assert fleet.compile_counter.num_after_ready == before
+    with mock.patch.object(type(fleet.compile_counter), "num_after_ready", 1):
+        await tokens_of(fleet, prompt_of(40), 2, "split-0")
+        await tokens_of(fleet, prompt_of(40), 2, "whole-0")
+        await tokens_of(fleet, prompt_of(40), 2, "decode-0")
+        assert await told() == 1
+    await tokens_of(fleet, prompt_of(40), 2, "split-0")
+
+
 async def test_a18_cancelling_everything_leaves_a_working_fleet(fleets: dict[str, Fleet]) -> None:
     fleet, chance = fleets["llama3"], random.Random(3)
     probe = await tokens_of(fleet, prompt_of(50), 10, "split-0")
