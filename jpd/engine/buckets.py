@@ -6,6 +6,7 @@ arithmetic, no jax. Used by the engines, the planner and the worker.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jpd.config import CacheConfig, EngineConfig
 from jpd.errors import ConfigError, Problem
@@ -17,6 +18,14 @@ MIN_PREFILL_BUCKET = 16
 
 SHRINKS = (1, 4, 16)
 """Default buckets: the largest size, a quarter and a sixteenth of it."""
+
+
+class ChunkShape(NamedTuple):
+    """The padded sizes of a chunk; one executable each."""
+
+    num_rows: int
+    row_length: int  # tokens
+    width: int  # pages of each row's page table
 
 
 def _ceil_to(value: int, step: int) -> int:
@@ -76,9 +85,9 @@ class ShapeBuckets:
         return self.context_widths[-1]
 
     @property
-    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(chunk tokens, page-table width) of every prefill executable."""
-        return tuple((t, w) for t in self.prefill_lengths for w in self.context_widths)
+    def prefill_shapes(self) -> tuple[ChunkShape, ...]:
+        """Of every prefill executable."""
+        return tuple(ChunkShape(1, t, w) for t in self.prefill_lengths for w in self.context_widths)
 
     @property
     def num_prefill_executables(self) -> int:
@@ -93,8 +102,10 @@ class ShapeBuckets:
         """(rows, page-table width) of every decode step of a worker with so many slots."""
         return tuple((r, w) for r in decode_rows(num_slots) for w in self.context_widths)
 
-    def prefill_length(self, num_tokens: int) -> int:
-        return _smallest_at_least(self.prefill_lengths, num_tokens, "chunk of tokens")
+    def chunk_shape(self, num_tokens: int, num_kv_tokens: int) -> ChunkShape:
+        """The smallest chunk of so many tokens whose rows end by `num_kv_tokens`."""
+        length = _smallest_at_least(self.prefill_lengths, num_tokens, "chunk of tokens")
+        return ChunkShape(1, length, self.context_width(num_kv_tokens))
 
     def context_width(self, num_tokens: int) -> int:
         """Pages of the smallest table that holds this many tokens."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
 from jpd.cache.kv_cache import KVCache
 from jpd.engine.buckets import decode_rows
-from jpd.engine.decode_state import DecodeState, Outcome, one_row
+from jpd.engine.decode_state import DecodeState, one_row
 from jpd.engine.functions import ModelFunctions
+from jpd.engine.results import FINISH_REASONS, Outcome, StepResults
 from jpd.engine.steps import Leaves
 from jpd.request import FinishReason, SamplingParams
 
@@ -62,7 +62,7 @@ class _Running:
 class _InFlight:
     """A dispatched step whose results were not read yet, and who was in which slot."""
 
-    results: jax.Array  # int32 [2, rows]
+    results: StepResults
     slots: tuple[tuple[int, int], ...]  # slot, generation
 
 
@@ -201,19 +201,17 @@ class DecodeEngine:
         done = []
         while len(self._in_flight) > num_unread:
             step = self._in_flight.popleft()
-            tokens, outcomes = np.asarray(step.results).tolist()  # waits for the step
+            results = step.results.to_host()  # waits for the step
+            outcomes = results.outcomes.tolist()
             for slot, generation in step.slots:
                 running = self._by_slot[slot]
                 if running is None or running.generation != generation:
                     continue
-                outcome = outcomes[slot]
-                if outcome == Outcome.IDLE:
+                if outcomes[slot] == Outcome.IDLE:
                     continue
-                finish_reason = _FINISH_REASONS.get(outcome)
+                finish_reason = FINISH_REASONS.get(outcomes[slot])
                 if finish_reason is not None:
                     self._release(running)
-                done.append(DecodeDone(running.row.attempt_id, (tokens[slot],), finish_reason))
+                token_ids = results.token_ids(slot)
+                done.append(DecodeDone(running.row.attempt_id, token_ids, finish_reason))
         return done
-
-
-_FINISH_REASONS: dict[int, FinishReason] = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}

@@ -5,7 +5,6 @@ the devices between steps. Pure functions, called inside jit by `jpd.engine.func
 """
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,17 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpd.cache.page_allocator import BIN_PAGE
+from jpd.engine.results import Outcome, StepResults, one_token_results, outcomes_of
 from jpd.engine.sampling import SamplingRows, greedy_rows, on_host, sampling_row
 from jpd.request import SamplingParams
-
-
-class Outcome(enum.IntEnum):
-    """What a step did to a slot, as a number in its results."""
-
-    IDLE = 0  # nobody there, or ended before
-    RUNNING = 1
-    STOP = 2  # this token is a stop id
-    LENGTH = 3  # this token is the last one allowed
 
 
 @jax.tree_util.register_dataclass
@@ -103,19 +94,14 @@ def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
     )
 
 
-def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Array]:
-    """Take a step's tokens [B]. Returns the state and the results, int32 [2, B]: token, Outcome."""
+def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, StepResults]:
+    """Take a step's tokens [B], one for each active slot."""
     positions = state.positions + 1
-    is_stop = jnp.any(tokens[:, None] == state.sampling.stop_ids, axis=-1)
-    is_stop &= positions >= state.sampling.min_position
-    is_last = positions >= state.last_position
-    outcomes = jnp.where(is_last, Outcome.LENGTH.value, Outcome.RUNNING.value)
-    outcomes = jnp.where(is_stop, Outcome.STOP.value, outcomes)
-    outcomes = jnp.where(state.active, outcomes, Outcome.IDLE.value).astype(jnp.int32)
+    outcomes = outcomes_of(tokens, positions, state.sampling, state.last_position, state.active)
     updated = dataclasses.replace(
         state,
         tokens=jnp.where(state.active, tokens, state.tokens),
         positions=jnp.where(state.active, positions, state.positions),
         active=outcomes == Outcome.RUNNING.value,
     )
-    return updated, jnp.stack([tokens, outcomes])
+    return updated, one_token_results(tokens, outcomes)

@@ -19,14 +19,14 @@ from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
 from jpd.engine.buckets import ShapeBuckets
 from jpd.engine.decode_state import DecodeState, deactivate, empty_state, insert_row
 from jpd.engine.page_moves import PageMoves
+from jpd.engine.prefill_chunk import ChunkRow, PrefillChunk, make_chunk
+from jpd.engine.results import StepResults
 from jpd.engine.sampling import greedy_rows
 from jpd.engine.steps import (
     Layers,
     Leaves,
-    PrefillChunk,
     chunk_logits,
     decode_step,
-    make_chunk,
     prefill_chunk,
 )
 from jpd.nn.config import DecoderConfig
@@ -83,18 +83,18 @@ class ModelFunctions:
 
     def prefill(
         self, leaves: Leaves, layers: Layers, chunk: PrefillChunk
-    ) -> tuple[Layers, jax.Array]:
-        """Compute one chunk. Donates layers. Returns layers and the sampled token, int32 [1]."""
-        layers, token = self._prefill(leaves, layers, chunk)
-        return layers, token
+    ) -> tuple[Layers, StepResults]:
+        """Compute one chunk. Donates layers."""
+        layers, results = self._prefill(leaves, layers, chunk)
+        return layers, results
 
     def decode(
         self, leaves: Leaves, layers: Layers, state: DecodeState, shape: tuple[int, int]
-    ) -> tuple[Layers, DecodeState, jax.Array]:
+    ) -> tuple[Layers, DecodeState, StepResults]:
         """One token for every active slot. `shape`, of ShapeBuckets.decode_shapes: rows from the
         first slot on, and the page-table width; both cover all active slots.
 
-        Donates layers and state. The results are int32 [2, rows]: tokens and outcomes.
+        Donates layers and state.
         """
         layers, state, results = self._decode[shape](leaves, layers, state)
         return layers, state, results
@@ -126,9 +126,10 @@ class ModelFunctions:
         found = []
         for start in range(0, len(token_ids), self.buckets.prefill_chunk):
             part = token_ids[start : start + self.buckets.prefill_chunk]
-            chunk = make_chunk(self.buckets, part, start, page_ids, greedy_rows(1), is_last=False)
-            layers, logits = self._logits(leaves, layers, chunk)
-            found.append(np.asarray(logits)[: len(part)])
+            row = ChunkRow(part, start, page_ids, False, 0, greedy_rows(1))
+            shape = self.buckets.chunk_shape(len(part), start + len(part))
+            layers, logits = self._logits(leaves, layers, make_chunk(shape, [row]))
+            found.append(np.asarray(logits)[0, : len(part)])
         return np.concatenate(found)
 
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
 from jpd.cache.kv_cache import KVCache
 from jpd.engine.functions import ModelFunctions
+from jpd.engine.prefill_chunk import ChunkRow, PrefillChunk, empty_chunk, make_chunk
+from jpd.engine.results import FINISH_REASONS, StepResults
 from jpd.engine.sampling import SamplingRows, sampling_row
 from jpd.engine.scheduler import PrefillScheduler
-from jpd.engine.steps import Leaves, PrefillChunk, empty_chunk, make_chunk
+from jpd.engine.steps import Leaves
 from jpd.request import FinishReason, SamplingParams
 from jpd.transfer.protocol import KVPiece
 
@@ -72,7 +73,7 @@ class _InFlight:
     """A dispatched chunk whose result was not read yet."""
 
     running: _Running
-    token: jax.Array
+    results: StepResults
     num_tokens: int
     is_last: bool
     dispatch_time: float
@@ -119,7 +120,7 @@ class PrefillEngine:
         """
         for shape in self._buckets.prefill_shapes:
             self._cache.layers, _ = self._functions.prefill(
-                self._leaves, self._cache.layers, empty_chunk(*shape)
+                self._leaves, self._cache.layers, empty_chunk(shape)
             )
             after_each()
         self._functions.moves.warm_up_gather(self._cache, self._wire_partitions.values())
@@ -166,14 +167,16 @@ class PrefillEngine:
     def _build(self, running: _Running) -> PrefillChunk:
         task, start = running.task, running.num_done
         num_tokens = min(running.num_left, self._buckets.prefill_chunk)
-        return make_chunk(
-            self._buckets,
-            task.token_ids[start : start + num_tokens],
-            start,
-            task.page_ids,
-            running.sampling,
+        assert task.sampling.max_tokens is not None
+        row = ChunkRow(
+            token_ids=task.token_ids[start : start + num_tokens],
+            start=start,
+            page_ids=task.page_ids,
             is_last=num_tokens == running.num_left,
+            last_position=len(task.token_ids) + task.sampling.max_tokens - 1,
+            sampling=running.sampling,
         )
+        return make_chunk(self._buckets.chunk_shape(num_tokens, start + num_tokens), [row])
 
     def _run(self, running: _Running, chunk: PrefillChunk) -> None:
         """Dispatch the chunk and the gathers of all pages that are complete after it."""
@@ -181,14 +184,16 @@ class PrefillEngine:
         if running.first_dispatch_time is None:
             running.first_dispatch_time = now
             self._send(running)  # cached pages that the destination lacks need not wait
-        self._cache.layers, token = self._functions.prefill(self._leaves, self._cache.layers, chunk)
-        token.copy_to_host_async()
+        self._cache.layers, results = self._functions.prefill(
+            self._leaves, self._cache.layers, chunk
+        )
+        results.copy_to_host_async()
         num_tokens = min(running.num_left, self._buckets.prefill_chunk)
         running.num_done += num_tokens
         is_last = running.num_left == 0
         if is_last:
             self._scheduler.remove(running.task.attempt_id)
-        self._in_flight.append(_InFlight(running, token, num_tokens, is_last, now))
+        self._in_flight.append(_InFlight(running, results, num_tokens, is_last, now))
         self._send(running)
 
     def _send(self, running: _Running) -> None:
@@ -226,7 +231,7 @@ class PrefillEngine:
         done = []
         while len(self._in_flight) > num_unread:
             chunk = self._in_flight.popleft()
-            token_id = int(np.asarray(chunk.token)[0])  # waits for the chunk
+            results = chunk.results.to_host()  # waits for the chunk
             now = time.monotonic()
             began = max(chunk.dispatch_time, self._last_finish_time)
             self._scheduler.observe(chunk.num_tokens, now - began)
@@ -234,26 +239,19 @@ class PrefillEngine:
             task = chunk.running.task
             if chunk.is_last and self._tasks.get(task.attempt_id) is chunk.running:
                 del self._tasks[task.attempt_id]
-                done.append(_done(chunk.running, token_id, now))
+                done.append(_done(chunk.running, results, now))
         return done
 
 
-def _done(running: _Running, token_id: int, now: float) -> PrefillDone:
+def _done(running: _Running, results: StepResults, now: float) -> PrefillDone:
     task = running.task
     assert running.first_dispatch_time is not None
     return PrefillDone(
         attempt_id=task.attempt_id,
-        token_id=token_id,
-        finish_reason=_finish_reason(task, token_id),
+        token_id=results.token_ids(0)[0],
+        finish_reason=FINISH_REASONS.get(int(results.outcomes[0])),
         num_cached_tokens=task.num_cached_tokens,
         num_computed_tokens=len(task.token_ids) - task.num_cached_tokens,
         queue_seconds=running.first_dispatch_time - running.added_time,
         prefill_seconds=now - running.first_dispatch_time,
     )
-
-
-def _finish_reason(task: PrefillTask, token_id: int) -> FinishReason | None:
-    """The first token counts: it may be a stop id, or the only one asked for."""
-    if token_id in task.stop_token_ids and task.sampling.min_tokens == 0:
-        return "stop"
-    return "length" if task.sampling.max_tokens == 1 else None

@@ -119,6 +119,7 @@ class RequestRecord:
             stop_token_ids=self.resolved.stop_token_ids,
             priority=self.resolved.priority,
             deadline=self.request.deadline,
+            num_output_tokens=num_sent,
         )
 
     def take_tokens(self, token_ids: Sequence[int], now: float) -> None:

@@ -39,13 +39,13 @@ def test_asked_for_buckets_always_get_the_chunk_and_the_longest_context() -> Non
 
 def test_the_smallest_bucket_that_fits() -> None:
     buckets = ShapeBuckets.from_config(EngineConfig(), CACHE, 32768)
-    assert [buckets.prefill_length(n) for n in (1, 32, 33, 512)] == [32, 32, 128, 512]
+    assert [buckets.chunk_shape(n, 1).row_length for n in (1, 32, 33, 512)] == [32, 32, 128, 512]
     assert [buckets.context_width(n) for n in (1, 2048, 2049, 32768)] == [64, 64, 256, 1024]
     assert [buckets.move_size(n) for n in (1, 3, 16)] == [1, 4, 16]
     assert buckets.split_move(0) == ()
     assert buckets.split_move(35) == (16, 16, 3)
     with pytest.raises(ValueError, match="513 exceeds the largest bucket 512"):
-        buckets.prefill_length(513)
+        buckets.chunk_shape(513, 1)
 
 
 def test_rows_of_a_decode_step() -> None:

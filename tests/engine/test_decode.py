@@ -3,12 +3,11 @@
 import random
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
 from jpd.engine.decode import DecodeRow
 from jpd.engine.prefill import PrefillTask
+from jpd.engine.results import StepResults
 from jpd.request import FinishReason, SamplingParams
 from tests.engine.rig import (
     GREEDY,
@@ -212,7 +211,7 @@ def test_seeded_sampling_does_not_depend_on_the_batch(name: str) -> None:
 class ReadSpy:
     """Stands for a step's results and notes when the host reads them."""
 
-    def __init__(self, results: jax.Array) -> None:
+    def __init__(self, results: StepResults) -> None:
         self.results = results
         self.was_copied = self.was_read = False
 
@@ -220,9 +219,9 @@ class ReadSpy:
         self.was_copied = True
         self.results.copy_to_host_async()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def to_host(self) -> StepResults:
         self.was_read = True
-        return np.asarray(self.results)
+        return self.results.to_host()
 
 
 def test_the_host_reads_nothing_but_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from jpd.engine.buckets import ChunkShape
+from jpd.engine.prefill_chunk import ChunkRow, empty_chunk, make_chunk
 from jpd.engine.sampling import greedy_rows
-from jpd.engine.steps import empty_chunk, make_chunk
 from tests.engine.rig import CHUNK, NUM_SLOTS, expected, generate, rig
 
 MODELS = ("gemma3", "llama3")
@@ -42,13 +43,13 @@ def pool_bytes_per_device(layers: tuple[jax.Array, ...]) -> int:
 def test_prefill_updates_the_pool_in_place(tensor: int) -> None:
     on = rig("llama3", tensor)
     old = on.cache.layers
-    chunk = empty_chunk(CHUNK, on.functions.buckets.max_pages)
+    chunk = empty_chunk(ChunkShape(1, CHUNK, on.functions.buckets.max_pages))
     compiled = on.functions._prefill.lower(on.leaves, old, chunk).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == pool_bytes_per_device(old)
-    on.cache.layers, token = on.functions.prefill(on.leaves, old, chunk)
+    on.cache.layers, results = on.functions.prefill(on.leaves, old, chunk)
     assert all(layer.is_deleted() for layer in old)
     assert [layer.sharding for layer in on.cache.layers] == [on.cache.sharding] * 3
-    assert token.sharding.is_fully_replicated
+    assert results.tokens.sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -73,7 +74,8 @@ def test_padding_changes_no_page_but_the_bin() -> None:
     before = [np.asarray(layer) for layer in on.cache.layers]
     tokens = list(range(3, 23))
     pages = on.take(len(tokens))
-    chunk = make_chunk(on.functions.buckets, tokens, 0, pages, greedy_rows(1), is_last=True)
+    shape = on.functions.buckets.chunk_shape(len(tokens), len(tokens))
+    chunk = make_chunk(shape, [ChunkRow(tokens, 0, pages, True, 99, greedy_rows(1))])
     assert chunk.tokens.shape == (1, CHUNK)
     on.cache.layers, _ = on.functions.prefill(on.leaves, on.cache.layers, chunk)
     untouched = [page for page in range(1, before[0].shape[0]) if page not in pages]

@@ -1,0 +1,73 @@
+"""What a step says of each of its rows: the same struct for prefill chunks and decode steps.
+
+Made inside jit by `jpd.engine.steps`, copied to the host while the next step runs, and read by the
+engines. Knows no attempts.
+"""
+
+import enum
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpd.engine.sampling import SamplingRows, on_host
+from jpd.request import FinishReason
+
+
+class Outcome(enum.IntEnum):
+    """What a step did to a row, as a number in its results."""
+
+    IDLE = 0  # nobody there, ended before, or its prompt goes on
+    RUNNING = 1
+    STOP = 2  # its last token is a stop id
+    LENGTH = 3  # its last token is the last one allowed
+
+
+FINISH_REASONS: dict[int, FinishReason] = {Outcome.STOP: "stop", Outcome.LENGTH: "length"}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """Up to M tokens of each row: JAX arrays, or numpy arrays after `to_host`."""
+
+    tokens: jax.Array  # int32 [rows, M]
+    num_tokens: jax.Array  # int32 [rows]: how many of them are real, from the first on
+    outcomes: jax.Array  # int32 [rows]: Outcome, after the last of them
+
+    def copy_to_host_async(self) -> None:
+        """Begin to copy; does not wait."""
+        for array in jax.tree.leaves(self):
+            array.copy_to_host_async()
+
+    def to_host(self) -> "StepResults":
+        """The same as numpy arrays. Waits for the step."""
+        host: StepResults = jax.tree.map(lambda array: on_host(np.asarray(array)), self)
+        return host
+
+    def token_ids(self, row: int) -> tuple[int, ...]:
+        """The real tokens of a row; of results on the host."""
+        return tuple(self.tokens[row, : int(self.num_tokens[row])].tolist())
+
+
+def one_token_results(tokens: jax.Array, outcomes: jax.Array) -> StepResults:
+    """Results of a step with one token [B] for every row that is not idle."""
+    num_tokens = (outcomes != Outcome.IDLE.value).astype(jnp.int32)
+    return StepResults(tokens[:, None], num_tokens, outcomes)
+
+
+def outcomes_of(
+    tokens: jax.Array,
+    positions: jax.Array,
+    sampling: SamplingRows,
+    last_position: jax.Array,
+    active: jax.Array,
+) -> jax.Array:
+    """int32 [B]: what became of rows whose newest tokens [B] stand at `positions` [B]."""
+    is_stop = jnp.any(tokens[:, None] == sampling.stop_ids, axis=-1)
+    is_stop &= positions >= sampling.min_position
+    is_last = positions >= last_position
+    outcomes = jnp.where(is_last, Outcome.LENGTH.value, Outcome.RUNNING.value)
+    outcomes = jnp.where(is_stop, Outcome.STOP.value, outcomes)
+    return jnp.where(active, outcomes, Outcome.IDLE.value).astype(jnp.int32)
