@@ -60,11 +60,13 @@ class DecodeAttempts:
         num_slots: int,
         max_model_len: int,
         transfer_timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker, self._engine, self._pool = worker, engine, pool
         self.num_slots = num_slots
         self._max_model_len = max_model_len
         self._transfer_timeout_seconds = transfer_timeout_seconds
+        self._clock = clock
         self._held: dict[str, DecodeAttempt] = {}
 
     @property
@@ -81,6 +83,10 @@ class DecodeAttempts:
 
     def _live(self) -> Iterator[DecodeAttempt]:
         return (held for held in self._held.values() if held.failure is None)
+
+    def held_pages(self) -> Iterator[tuple[int, ...]]:
+        """The pages of each attempt that holds some."""
+        return (held.pages.page_ids for held in self._live())
 
     def get(self, attempt_id: str) -> DecodeAttempt | None:
         """The attempt while it holds room here."""
@@ -138,7 +144,7 @@ class DecodeAttempts:
             raise WorkerError(self._worker, f"attempt {attempt_id} has had its only token")
         held.sink = sink
         held.token_ids.append(first_token_id)
-        held.transfer_deadline = time.monotonic() + self._transfer_timeout_seconds
+        held.transfer_deadline = self._clock() + self._transfer_timeout_seconds
         self._join_if_ready(held)
 
     def receive(self, piece: ArrivedPiece) -> bool:
@@ -166,7 +172,7 @@ class DecodeAttempts:
             self._complete(held)
 
     def _complete(self, held: DecodeAttempt) -> None:
-        held.kv_complete_time = time.monotonic()
+        held.kv_complete_time = self._clock()
         self._pool.keep(held.attempt.token_ids, held.pages.page_ids)
         self._join_if_ready(held)
 

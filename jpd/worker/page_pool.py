@@ -4,6 +4,7 @@ Joins the allocator and the prefix cache for the two roles of a worker. Knows no
 devices. Owned by the worker's thread.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,5 +79,13 @@ class PagePool:
         """Forget prefixes that nobody used for the retention time."""
         self._prefix_cache.expire()
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
+        """Tables agree, and every page is held just as often as it stands in `held`.
+
+        `held` are the pages of all live attempts.
+        """
         self._prefix_cache.check_integrity()
+        holders = Counter(page for page_ids in held for page in page_ids)
+        for page in range(1, self._allocator.num_pages + 1):
+            counted, listed = self._allocator.num_holders(page), holders[page]
+            assert counted == listed, f"page {page}: {counted} holders, {listed} attempts list it"

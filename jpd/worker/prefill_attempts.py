@@ -7,7 +7,7 @@ Twin of decode_attempts.py. Knows no router and no transport. Owned by the worke
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
@@ -89,6 +89,12 @@ class PrefillAttempts:
         waiting = (held.attempt for held in self._held.values() if held.pages is None)
         num_waiting = sum(len(attempt.token_ids) for attempt in waiting)
         return num_waiting + self._engine.num_tokens_waiting
+
+    def held_pages(self) -> Iterator[tuple[int, ...]]:
+        """The pages of each attempt that holds some here; those of a reservation are not ours."""
+        for held in self._held.values():
+            if held.pages is not None and not held.is_local:
+                yield held.pages.page_ids
 
     @property
     def next_deadline(self) -> float:

@@ -47,8 +47,15 @@ class WorkerParts:
 class Worker:
     """The first methods may be called from any thread, those after `_run` only through `submit`."""
 
-    def __init__(self, name: str, role: Role, parts: WorkerParts) -> None:
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        parts: WorkerParts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
+        self._clock = clock
         self.ready: Future[None] = Future()
         self._parts = parts
         self._role = role
@@ -64,7 +71,7 @@ class Worker:
         self._num_late_pieces = 0
         self._num_releases_told = 0
         self._turn_start_time: float | None = None
-        self._last_step_time = time.monotonic()
+        self._last_step_time = clock()
         self._status = self._look()
 
     @property
@@ -112,7 +119,7 @@ class Worker:
         if self._parts.decode is not None:
             in_flight = self._parts.transfer.num_in_flight(self.name)
             status = dataclasses.replace(status, num_transfers_in_flight=in_flight)
-        stalled_seconds = 0.0 if turn_start is None else time.monotonic() - turn_start
+        stalled_seconds = 0.0 if turn_start is None else self._clock() - turn_start
         if status.healthy and stalled_seconds > STALL_SECONDS:
             reason = f"one turn of its loop takes {stalled_seconds:.0f} s already"
             status = dataclasses.replace(status, healthy=False, reason=reason)
@@ -120,9 +127,8 @@ class Worker:
 
     def check_integrity(self) -> None:
         """Pool and tables agree. Called through `submit` or after the thread has ended."""
-        self._parts.pool.check_integrity()
-        if not self._is_holding():
-            assert self._parts.pool.num_held == 0, f"{self._parts.pool.num_held} pages leaked"
+        roles = [role for role in (self._parts.prefill, self._parts.decode) if role is not None]
+        self._parts.pool.check_integrity([pages for role in roles for pages in role.held_pages()])
 
     # The worker's thread.
 
@@ -132,19 +138,29 @@ class Worker:
             self._publish()
             self.ready.set_result(None)
             while not self._must_stop.is_set():
-                self._turn()
+                self._turn(self._inbox.take(self._idle_seconds()))
         except Exception as error:
-            if not self._must_stop.is_set():
-                logger.exception("worker %s: its engine raised", self.name)
-            self._failure = f"{type(error).__name__}: {error}"
-            if not self.ready.done():
-                self.ready.set_exception(error)
+            self._fail(error)
         self._end()
 
-    def _turn(self) -> None:
-        """One round of the loop; waits first while there is nothing to do."""
-        calls = self._inbox.take(self._idle_seconds())
-        self._turn_start_time = time.monotonic()
+    def turn(self) -> None:
+        """One round of the loop without waiting, for who drives a worker without its thread."""
+        try:
+            self._turn(self._inbox.take(0.0))
+        except Exception as error:
+            self._fail(error)
+            self._end()
+
+    def _fail(self, error: Exception) -> None:
+        if not self._must_stop.is_set():
+            logger.exception("worker %s: its engine raised", self.name)
+        self._failure = f"{type(error).__name__}: {error}"
+        if not self.ready.done():
+            self.ready.set_exception(error)
+
+    def _turn(self, calls: list[Call]) -> None:
+        """One round of the loop."""
+        self._turn_start_time = self._clock()
         self._expire(self._turn_start_time)
         self._handle(calls)
         if self._parts.decode is not None:
@@ -160,7 +176,7 @@ class Worker:
         if any(role.has_work for role in roles):
             return 0.0
         deadline = min(self._parts.pool.next_expiry, *(role.next_deadline for role in roles))
-        return None if deadline == float("inf") else max(deadline - time.monotonic(), 0.001)
+        return None if deadline == float("inf") else max(deadline - self._clock(), 0.001)
 
     def _handle(self, calls: list[Call]) -> None:
         """Do what was asked. Errors of jpd's tree are the asker's; all others are the worker's."""
@@ -199,7 +215,7 @@ class Worker:
             self._num_releases_told = self._parts.pool.num_releases
             for listener in self._room_listeners:
                 listener()
-        self._last_step_time = time.monotonic()
+        self._last_step_time = self._clock()
         self._status = self._look()
         for listener in self._turn_listeners:
             listener()
