@@ -17,11 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jpd"
 
 LAYERS = {
-    0: ("chat_template", "config", "errors", "request", "metrics", "tokenizer", "toml_reader"),
+    0: (
+        *("chat_template", "config", "errors", "grammar", "metrics", "request"),
+        *("tokenizer", "toml_reader"),
+    ),
     1: ("parallel",),
     2: ("kernels",),
     3: ("cache",),
-    4: ("nn", "checkpoint"),
+    4: ("nn", "checkpoint", "guidance"),
     5: ("engine", "transfer"),
     6: ("rpc",),
     7: ("worker", "launch"),
@@ -36,6 +39,8 @@ NO_JAX = (
     "jpd.request",
     "jpd.metrics",
     "jpd.chat_template",
+    "jpd.grammar",
+    "jpd.guidance",
     "jpd.tokenizer",
     "jpd.toml_reader",
     "jpd.cache.page_allocator",

@@ -1,0 +1,83 @@
+"""What a guided answer must match: one frozen value, whatever field of whichever API asked for it.
+
+Checked as far as plain Python can; whether a schema or a regular expression can be followed is
+found by `jpd.guidance` when it is compiled. Read by the frontends, carried by SamplingParams.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jpd.errors import RequestError
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice"]
+
+MAX_GRAMMAR_CHARS = 1 << 16
+MAX_CHOICES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """`text` is the schema as JSON, the expression, or the choices as a JSON list.
+
+    Two with the same kind and text are equal, wherever in a request they stood.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    field: str = dataclasses.field(default="response_format", compare=False)  # named by errors
+
+
+def json_object_grammar(field: str) -> Grammar:
+    """Any JSON object."""
+    return Grammar("json_object", field=field)
+
+
+def json_schema_grammar(field: str, schema: object) -> Grammar:
+    """`schema` is an object, or its JSON as text. Raises RequestError naming `field`."""
+    if isinstance(schema, str):
+        shown = schema
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(field, shown, f"must be a JSON schema: {error}") from None
+    if not isinstance(schema, Mapping):
+        raise RequestError(field, schema, "must be a JSON schema: an object")
+    try:
+        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(field, "...", f"must be a JSON schema: {error}") from None
+    return Grammar("json_schema", _check_text(field, text), field)
+
+
+def regex_grammar(field: str, pattern: object) -> Grammar:
+    """An expression that the whole answer must match. Raises RequestError naming `field`."""
+    if not isinstance(pattern, str) or not pattern:
+        raise RequestError(field, pattern, "must be a regular expression: a non-empty text")
+    return Grammar("regex", _check_text(field, pattern), field)
+
+
+def choice_grammar(field: str, choices: object) -> Grammar:
+    """Texts of which the answer is one. Raises RequestError naming `field`."""
+    if not isinstance(choices, Sequence) or isinstance(choices, str | bytes) or not choices:
+        raise RequestError(field, choices, "must be a non-empty list of texts")
+    if len(choices) > MAX_CHOICES:
+        raise RequestError(field, len(choices), f"at most {MAX_CHOICES} choices")
+    for position, choice in enumerate(choices):
+        if not isinstance(choice, str) or not choice:
+            raise RequestError(f"{field}[{position}]", choice, "must be a non-empty text")
+    text = json.dumps(list(choices), ensure_ascii=False)
+    return Grammar("choice", _check_text(field, text), field)
+
+
+def _check_text(field: str, text: str) -> str:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(field, text, f"must have at most {MAX_GRAMMAR_CHARS} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text[error.start : error.end]
+        raise RequestError(field, shown, "is not valid Unicode (lone surrogate)") from None
+    return text
