@@ -109,14 +109,16 @@ def _size(num_bytes: float) -> str:
 
 def _print_buckets(plan: DeploymentPlan, console: Console) -> None:
     buckets = plan.buckets
+    layouts = [f"{layout.num_rows} x {layout.row_length:,}" for layout in buckets.prefill_layouts]
+    widths = [f"{width * buckets.page_size:,}" for width in buckets.context_widths]
     lines = (
-        ("prefill chunks, tokens", buckets.prefill_lengths),
-        ("page tables, tokens", [width * buckets.page_size for width in buckets.context_widths]),
-        ("pages moved at once", buckets.page_moves),
+        ("prefill chunks, rows x tokens", layouts),
+        ("page tables, tokens", widths),
+        ("pages moved at once", [str(size) for size in buckets.page_moves]),
     )
     console.print("\nBuckets to be compiled:")
     for name, sizes in lines:
-        console.print(f"  {name}: {', '.join(f'{size:,}' for size in sizes)}", highlight=False)
+        console.print(f"  {name}: {', '.join(sizes)}", highlight=False)
     console.print(
         f"  {buckets.num_prefill_executables} executables to prefill, "
         f"{buckets.num_decode_executables} to decode",

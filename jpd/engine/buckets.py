@@ -16,8 +16,22 @@ MAX_EXECUTABLES = 64
 
 MIN_PREFILL_BUCKET = 16
 
+CHUNK_ROWS = 4
+"""Prompts that can share a chunk; its rows have no fewer than MIN_PREFILL_BUCKET tokens."""
+
 SHRINKS = (1, 4, 16)
 """Default buckets: the largest size, a quarter and a sixteenth of it."""
+
+
+class ChunkLayout(NamedTuple):
+    """How a prefill chunk is cut: each row is a part of one prompt."""
+
+    num_rows: int
+    row_length: int  # tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.row_length
 
 
 class ChunkShape(NamedTuple):
@@ -85,9 +99,25 @@ class ShapeBuckets:
         return self.context_widths[-1]
 
     @property
+    def prefill_layouts(self) -> tuple[ChunkLayout, ...]:
+        """Ascending by size. The largest is cut in rows, others there are both cut and whole.
+
+        On CPU a prompt alone is up to a third faster in a whole one of 128 tokens, but not of 512.
+        """
+        layouts = []
+        for length in self.prefill_lengths:
+            is_cut = length % CHUNK_ROWS == 0 and length // CHUNK_ROWS >= MIN_PREFILL_BUCKET
+            if length < self.prefill_chunk or not is_cut:
+                layouts.append(ChunkLayout(1, length))
+            if is_cut:
+                layouts.append(ChunkLayout(CHUNK_ROWS, length // CHUNK_ROWS))
+        return tuple(layouts)
+
+    @property
     def prefill_shapes(self) -> tuple[ChunkShape, ...]:
         """Of every prefill executable."""
-        return tuple(ChunkShape(1, t, w) for t in self.prefill_lengths for w in self.context_widths)
+        widths = self.context_widths
+        return tuple(ChunkShape(*layout, w) for layout in self.prefill_layouts for w in widths)
 
     @property
     def num_prefill_executables(self) -> int:
@@ -102,10 +132,10 @@ class ShapeBuckets:
         """(rows, page-table width) of every decode step of a worker with so many slots."""
         return tuple((r, w) for r in decode_rows(num_slots) for w in self.context_widths)
 
-    def chunk_shape(self, num_tokens: int, num_kv_tokens: int) -> ChunkShape:
-        """The smallest chunk of so many tokens whose rows end by `num_kv_tokens`."""
+    def chunk_layout(self, num_tokens: int) -> ChunkLayout:
+        """The smallest one for so many tokens of one prompt."""
         length = _smallest_at_least(self.prefill_lengths, num_tokens, "chunk of tokens")
-        return ChunkShape(1, length, self.context_width(num_kv_tokens))
+        return next(found for found in self.prefill_layouts if found.num_tokens == length)
 
     def context_width(self, num_tokens: int) -> int:
         """Pages of the smallest table that holds this many tokens."""

@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
-from jpd.engine.buckets import ShapeBuckets
+from jpd.engine.buckets import ChunkShape, ShapeBuckets
 from jpd.engine.decode_state import DecodeState, deactivate, empty_state, insert_row
 from jpd.engine.page_moves import PageMoves
-from jpd.engine.prefill_chunk import ChunkRow, PrefillChunk, make_chunk
+from jpd.engine.prefill_chunk import PrefillChunk, make_chunk, prompt_rows
 from jpd.engine.results import StepResults
 from jpd.engine.sampling import greedy_rows
 from jpd.engine.steps import (
@@ -125,11 +125,15 @@ class ModelFunctions:
         page_ids = range(1, num_pages + 1)
         found = []
         for start in range(0, len(token_ids), self.buckets.prefill_chunk):
-            part = token_ids[start : start + self.buckets.prefill_chunk]
-            row = ChunkRow(part, start, page_ids, False, 0, greedy_rows(1))
-            shape = self.buckets.chunk_shape(len(part), start + len(part))
-            layers, logits = self._logits(leaves, layers, make_chunk(shape, [row]))
-            found.append(np.asarray(logits)[0, : len(part)])
+            num_tokens = min(self.buckets.prefill_chunk, len(token_ids) - start)
+            layout = self.buckets.chunk_layout(num_tokens)
+            rows = prompt_rows(
+                token_ids, start, num_tokens, layout.row_length, page_ids, greedy_rows(1), 0
+            )
+            shape = ChunkShape(*layout, self.buckets.context_width(start + num_tokens))
+            layers, logits = self._logits(leaves, layers, make_chunk(shape, rows))
+            flat = np.asarray(logits).reshape(layout.num_tokens, -1)
+            found.append(flat[:num_tokens])  # all rows but the last are full
         return np.concatenate(found)
 
 

@@ -1,8 +1,8 @@
 """The prefill engine: prompts become pages and first tokens, one chunk at a time.
 
-A step: schedule (whose chunk) → build (padded inputs) → run (dispatch it, send its pages) → commit
-(read the chunk before it). The host never waits for the chunk it has just dispatched. Twin of
-decode.py. Knows no router and no page owner. Owned by its worker's thread.
+A step: schedule (who shares it) → build (padded inputs) → run (dispatch it, send its pages) →
+commit (read the chunk before it). The host never waits for the chunk it has just dispatched. Twin
+of decode.py. Knows no router and no page owner. Owned by its worker's thread.
 """
 
 import time
@@ -13,14 +13,19 @@ from dataclasses import dataclass
 import jax
 
 from jpd.cache.kv_cache import KVCache
+from jpd.engine.buckets import ChunkLayout, ChunkShape
 from jpd.engine.functions import ModelFunctions
-from jpd.engine.prefill_chunk import ChunkRow, PrefillChunk, empty_chunk, make_chunk
+from jpd.engine.packing import pack
+from jpd.engine.prefill_chunk import PrefillChunk, empty_chunk, make_chunk, prompt_rows
 from jpd.engine.results import FINISH_REASONS, StepResults
 from jpd.engine.sampling import SamplingRows, sampling_row
 from jpd.engine.scheduler import PrefillScheduler
 from jpd.engine.steps import Leaves
 from jpd.request import FinishReason, SamplingParams
 from jpd.transfer.protocol import KVPiece
+
+NUM_MEASURED = 2
+"""Runs of each chunk layout before the first prompt; the faster one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +74,33 @@ class _Running:
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A dispatched chunk whose result was not read yet."""
+class _Part:
+    """What a chunk computes of one task."""
 
     running: _Running
-    results: StepResults
     num_tokens: int
+    last_row: int  # of the chunk
     is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A chunk to be computed."""
+
+    layout: ChunkLayout
+    parts: tuple[_Part, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A dispatched chunk whose results were not read yet."""
+
+    batch: _Batch
+    results: StepResults
     dispatch_time: float
 
 
@@ -119,12 +144,23 @@ class PrefillEngine:
         `after_each` is called between executables; what it raises ends the warm-up.
         """
         for shape in self._buckets.prefill_shapes:
-            self._cache.layers, _ = self._functions.prefill(
-                self._leaves, self._cache.layers, empty_chunk(shape)
-            )
+            self._measure(shape)
             after_each()
+        for layout in self._buckets.prefill_layouts:
+            shape = ChunkShape(*layout, self._buckets.max_pages)
+            seconds = min(self._measure(shape) for _ in range(NUM_MEASURED))
+            self._scheduler.set_seconds(layout, seconds)
         self._functions.moves.warm_up_gather(self._cache, self._wire_partitions.values())
         jax.block_until_ready(self._cache.layers)
+
+    def _measure(self, shape: ChunkShape) -> float:
+        """Seconds of an empty chunk; the first time the shape is compiled."""
+        start = time.monotonic()
+        self._cache.layers, results = self._functions.prefill(
+            self._leaves, self._cache.layers, empty_chunk(shape)
+        )
+        results.to_host()
+        return time.monotonic() - start
 
     def add(self, task: PrefillTask) -> None:
         """Queue a prompt. Its pages are the caller's, to be held until it is done or removed."""
@@ -155,46 +191,61 @@ class PrefillEngine:
 
     def step(self) -> list[PrefillDone]:
         """Dispatch one chunk and read the one before; with nothing to dispatch, read them all."""
-        running = self._schedule()
-        if running is not None:
-            self._run(running, self._build(running))
-        return self._commit(num_unread=0 if running is None else 1)
+        batch = self._schedule()
+        if batch is not None:
+            self._run(batch, self._build(batch))
+        return self._commit(num_unread=0 if batch is None else 1)
 
-    def _schedule(self) -> _Running | None:
-        attempt_id = self._scheduler.pick()
-        return None if attempt_id is None else self._tasks[attempt_id]
+    def _schedule(self) -> _Batch | None:
+        """The tasks that are due first, as many as share a chunk well."""
+        layouts = self._buckets.prefill_layouts
+        task_ids = self._scheduler.first(layouts[-1].num_rows)
+        if not task_ids:
+            return None
+        tasks = [self._tasks[task_id] for task_id in task_ids]
+        packing = pack([task.num_left for task in tasks], layouts, self._scheduler.seconds)
+        parts, num_rows = [], 0
+        for running, num_tokens in zip(tasks, packing.num_tokens, strict=False):
+            num_rows += -(-num_tokens // packing.layout.row_length)
+            is_last = num_tokens == running.num_left
+            parts.append(_Part(running, num_tokens, num_rows - 1, is_last))
+        return _Batch(packing.layout, tuple(parts))
 
-    def _build(self, running: _Running) -> PrefillChunk:
-        task, start = running.task, running.num_done
-        num_tokens = min(running.num_left, self._buckets.prefill_chunk)
-        assert task.sampling.max_tokens is not None
-        row = ChunkRow(
-            token_ids=task.token_ids[start : start + num_tokens],
-            start=start,
-            page_ids=task.page_ids,
-            is_last=num_tokens == running.num_left,
-            last_position=len(task.token_ids) + task.sampling.max_tokens - 1,
-            sampling=running.sampling,
-        )
-        return make_chunk(self._buckets.chunk_shape(num_tokens, start + num_tokens), [row])
+    def _build(self, batch: _Batch) -> PrefillChunk:
+        rows = []
+        for part in batch.parts:
+            running, task = part.running, part.running.task
+            assert task.sampling.max_tokens is not None
+            rows += prompt_rows(
+                task.token_ids,
+                running.num_done,
+                part.num_tokens,
+                batch.layout.row_length,
+                task.page_ids,
+                running.sampling,
+                last_position=len(task.token_ids) + task.sampling.max_tokens - 1,
+            )
+        longest = max(part.running.num_done + part.num_tokens for part in batch.parts)
+        shape = ChunkShape(*batch.layout, self._buckets.context_width(longest))
+        return make_chunk(shape, rows)
 
-    def _run(self, running: _Running, chunk: PrefillChunk) -> None:
+    def _run(self, batch: _Batch, chunk: PrefillChunk) -> None:
         """Dispatch the chunk and the gathers of all pages that are complete after it."""
         now = time.monotonic()
-        if running.first_dispatch_time is None:
-            running.first_dispatch_time = now
-            self._send(running)  # cached pages that the destination lacks need not wait
+        for part in batch.parts:
+            if part.running.first_dispatch_time is None:
+                part.running.first_dispatch_time = now
+                self._send(part.running)  # cached pages that the destination lacks need not wait
         self._cache.layers, results = self._functions.prefill(
             self._leaves, self._cache.layers, chunk
         )
         results.copy_to_host_async()
-        num_tokens = min(running.num_left, self._buckets.prefill_chunk)
-        running.num_done += num_tokens
-        is_last = running.num_left == 0
-        if is_last:
-            self._scheduler.remove(running.task.attempt_id)
-        self._in_flight.append(_InFlight(running, results, num_tokens, is_last, now))
-        self._send(running)
+        self._in_flight.append(_InFlight(batch, results, now))
+        for part in batch.parts:
+            part.running.num_done += part.num_tokens
+            if part.is_last:
+                self._scheduler.remove(part.running.task.attempt_id)
+            self._send(part.running)
 
     def _send(self, running: _Running) -> None:
         """Gather and emit the complete pages that the destination lacks."""
@@ -234,22 +285,23 @@ class PrefillEngine:
             results = chunk.results.to_host()  # waits for the chunk
             now = time.monotonic()
             began = max(chunk.dispatch_time, self._last_finish_time)
-            self._scheduler.observe(chunk.num_tokens, now - began)
+            self._scheduler.observe(chunk.batch.layout, chunk.batch.num_tokens, now - began)
             self._last_finish_time = now
-            task = chunk.running.task
-            if chunk.is_last and self._tasks.get(task.attempt_id) is chunk.running:
-                del self._tasks[task.attempt_id]
-                done.append(_done(chunk.running, results, now))
+            for part in chunk.batch.parts:
+                task = part.running.task
+                if part.is_last and self._tasks.get(task.attempt_id) is part.running:
+                    del self._tasks[task.attempt_id]
+                    done.append(_done(part, results, now))
         return done
 
 
-def _done(running: _Running, results: StepResults, now: float) -> PrefillDone:
-    task = running.task
+def _done(part: _Part, results: StepResults, now: float) -> PrefillDone:
+    running, task = part.running, part.running.task
     assert running.first_dispatch_time is not None
     return PrefillDone(
         attempt_id=task.attempt_id,
-        token_id=results.token_ids(0)[0],
-        finish_reason=FINISH_REASONS.get(int(results.outcomes[0])),
+        token_id=results.token_ids(part.last_row)[0],
+        finish_reason=FINISH_REASONS.get(int(results.outcomes[part.last_row])),
         num_cached_tokens=task.num_cached_tokens,
         num_computed_tokens=len(task.token_ids) - task.num_cached_tokens,
         queue_seconds=running.first_dispatch_time - running.added_time,

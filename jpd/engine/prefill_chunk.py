@@ -41,6 +41,30 @@ class ChunkRow:
     sampling: SamplingRows  # of one row
 
 
+def prompt_rows(
+    token_ids: Sequence[int],
+    start: int,
+    num_tokens: int,
+    row_length: int,
+    page_ids: Sequence[int],
+    sampling: SamplingRows,
+    last_position: int,
+) -> list[ChunkRow]:
+    """num_tokens of a whole prompt from position `start` on, cut in rows; all but one are full."""
+    end = start + num_tokens
+    return [
+        ChunkRow(
+            token_ids=token_ids[first : min(first + row_length, end)],
+            start=first,
+            page_ids=page_ids,
+            is_last=min(first + row_length, end) == len(token_ids),
+            last_position=last_position,
+            sampling=sampling,
+        )
+        for first in range(start, end, row_length)
+    ]
+
+
 def empty_chunk(shape: ChunkShape) -> PrefillChunk:
     """A chunk of this shape without a valid token, on the host; every row samples."""
     return PrefillChunk(

@@ -1,4 +1,4 @@
-"""Whose chunk a prefill worker computes next: earliest virtual deadline first.
+"""Which prompts a prefill worker computes next: earliest virtual deadline first.
 
 A prompt's virtual deadline is its arrival plus an allowance in proportion to its length, never
 later than its own deadline, and a second earlier for each step of priority. So a short prompt
@@ -7,6 +7,8 @@ overtakes a long one, and nobody starves: only what is due earlier comes first. 
 
 import heapq
 
+from jpd.engine.buckets import ChunkLayout
+
 ALLOWANCE = 4.0
 """Times the measured time of a prompt that it may take before others stop overtaking it."""
 
@@ -14,6 +16,9 @@ SECONDS_PER_PRIORITY = 1.0
 
 FIRST_SECONDS_PER_TOKEN = 1e-3
 """Until something was measured."""
+
+OVERHEAD_TOKENS = 64
+"""Until a layout was measured: what a call costs beside its tokens, in tokens."""
 
 SMOOTHING = 0.2
 
@@ -26,6 +31,7 @@ class PrefillScheduler:
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self.seconds_per_token = FIRST_SECONDS_PER_TOKEN
+        self._layout_seconds: dict[ChunkLayout, float] = {}
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -46,16 +52,29 @@ class PrefillScheduler:
         """Forget a task. Idempotent."""
         self._numbers.pop(task_id, None)
 
-    def pick(self) -> str | None:
-        """The task to work on now; it stays queued until it is removed."""
-        while self._heap:
-            _, number, task_id = self._heap[0]
-            if self._numbers.get(task_id) == number:
-                return task_id
-            heapq.heappop(self._heap)
-        return None
+    def first(self, num_tasks: int) -> list[str]:
+        """The tasks to work on now, in this order; they stay queued until they are removed."""
+        entries: list[tuple[float, int, str]] = []
+        while self._heap and len(entries) < num_tasks:
+            entry = heapq.heappop(self._heap)
+            if self._numbers.get(entry[2]) == entry[1]:
+                entries.append(entry)
+        for entry in entries:
+            heapq.heappush(self._heap, entry)
+        return [task_id for _, _, task_id in entries]
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a computed chunk how long a token takes."""
-        measured = seconds / num_tokens
-        self.seconds_per_token += SMOOTHING * (measured - self.seconds_per_token)
+    def observe(self, layout: ChunkLayout, num_tokens: int, seconds: float) -> None:
+        """Learn from a computed chunk how long a token and such a chunk take."""
+        self.seconds_per_token += SMOOTHING * (seconds / num_tokens - self.seconds_per_token)
+        before = self._layout_seconds.get(layout, seconds)
+        self._layout_seconds[layout] = before + SMOOTHING * (seconds - before)
+
+    def set_seconds(self, layout: ChunkLayout, seconds: float) -> None:
+        """How long a chunk takes, measured before the first one."""
+        self._layout_seconds[layout] = seconds
+
+    def seconds(self, layout: ChunkLayout) -> float:
+        """How long such a chunk is expected to take."""
+        measured = self._layout_seconds.get(layout)
+        guess = self.seconds_per_token * (layout.num_tokens + OVERHEAD_TOKENS)
+        return guess if measured is None else measured

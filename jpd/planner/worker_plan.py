@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jpd.cache.kv_cache import POOL_AXES, KVSpec
 from jpd.config import CacheConfig, DeploymentConfig, HostConfig, WorkerConfig
+from jpd.engine.buckets import CHUNK_ROWS
 from jpd.errors import Problem
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import ParamSpec
@@ -125,7 +126,7 @@ def _workspace_bytes(
         return scores + gathered + activations + logits
 
     # A decode worker prefills too, when a suffix is short or a request is replayed.
-    return max(step(1, chunk), step(worker.slots, 1))
+    return max(step(CHUNK_ROWS, -(-chunk // CHUNK_ROWS)), step(worker.slots, 1))
 
 
 def uneven_problems(

@@ -15,7 +15,8 @@ def test_defaults_for_a_long_context() -> None:
     assert buckets.context_widths == (64, 256, 1024)
     assert buckets.page_moves == (1, 2, 4, 8, 16)
     assert buckets.max_pages == 1024
-    assert buckets.num_prefill_executables == 9 + 5
+    assert buckets.prefill_layouts == ((1, 32), (1, 128), (4, 32), (4, 128))
+    assert buckets.num_prefill_executables == 12 + 5
     assert buckets.num_decode_executables == 9 + 2 + 5
     assert buckets.decode_shapes(8)[:4] == ((1, 64), (1, 256), (1, 1024), (2, 64))
 
@@ -39,13 +40,13 @@ def test_asked_for_buckets_always_get_the_chunk_and_the_longest_context() -> Non
 
 def test_the_smallest_bucket_that_fits() -> None:
     buckets = ShapeBuckets.from_config(EngineConfig(), CACHE, 32768)
-    assert [buckets.chunk_shape(n, 1).row_length for n in (1, 32, 33, 512)] == [32, 32, 128, 512]
+    assert [buckets.chunk_layout(n).num_tokens for n in (1, 32, 33, 512)] == [32, 32, 128, 512]
     assert [buckets.context_width(n) for n in (1, 2048, 2049, 32768)] == [64, 64, 256, 1024]
     assert [buckets.move_size(n) for n in (1, 3, 16)] == [1, 4, 16]
     assert buckets.split_move(0) == ()
     assert buckets.split_move(35) == (16, 16, 3)
     with pytest.raises(ValueError, match="513 exceeds the largest bucket 512"):
-        buckets.chunk_shape(513, 1)
+        buckets.chunk_layout(513)
 
 
 def test_rows_of_a_decode_step() -> None:

@@ -74,7 +74,7 @@ def test_padding_changes_no_page_but_the_bin() -> None:
     before = [np.asarray(layer) for layer in on.cache.layers]
     tokens = list(range(3, 23))
     pages = on.take(len(tokens))
-    shape = on.functions.buckets.chunk_shape(len(tokens), len(tokens))
+    shape = ChunkShape(1, CHUNK, on.functions.buckets.context_width(len(tokens)))
     chunk = make_chunk(shape, [ChunkRow(tokens, 0, pages, True, 99, greedy_rows(1))])
     assert chunk.tokens.shape == (1, CHUNK)
     on.cache.layers, _ = on.functions.prefill(on.leaves, on.cache.layers, chunk)
