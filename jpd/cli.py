@@ -10,7 +10,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jpd import cli_bench, cli_check, cli_convert, cli_generate, cli_serve, cli_verify
+from jpd import (
+    cli_bench,
+    cli_check,
+    cli_convert,
+    cli_explore,
+    cli_generate,
+    cli_serve,
+    cli_verify,
+)
 from jpd.errors import ConfigError, JpdError, RequestError
 
 
@@ -35,6 +43,7 @@ COMMANDS: tuple[Command, ...] = (
     cli_verify,
     cli_convert,
     cli_bench,
+    cli_explore,
 )
 
 

@@ -29,7 +29,7 @@ LAYERS = {
     6: ("rpc",),
     7: ("worker", "launch"),
     8: ("router",),
-    9: ("frontend", "bench", "planner"),
+    9: ("frontend", "bench", "planner", "explore"),
     10: ("api", "cli", "__init__", "__main__"),
 }
 

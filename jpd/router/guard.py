@@ -18,7 +18,7 @@ class Watch:
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self.down_reason = ""
-        self._guards: set[Guard] = set()
+        self._guards: dict[Guard, None] = {}  # in the order in which they began to wait
 
     @property
     def is_down(self) -> bool:
@@ -34,10 +34,10 @@ class Watch:
         self.down_reason = ""
 
     def add(self, guard: "Guard") -> None:
-        self._guards.add(guard)
+        self._guards[guard] = None
 
     def discard(self, guard: "Guard") -> None:
-        self._guards.discard(guard)
+        self._guards.pop(guard, None)
 
 
 class Guard:

@@ -24,6 +24,7 @@ from jpd.router.fleet import Fleet
 from jpd.router.health import POLL_SECONDS, STUCK_SECONDS, Health, HealthMonitor, judge
 from jpd.router.journey import Journey
 from jpd.router.parts import RouterParts
+from jpd.router.policy import WorkerView
 from jpd.router.record import RequestRecord, ResolvedRequest
 from jpd.router.releases import Releases
 from jpd.router.resolve import Limits, resolve
@@ -109,6 +110,15 @@ class Router:
     def num_requests(self) -> int:
         """Requests between their first read and their terminal event."""
         return len(self._journeys)
+
+    @property
+    def num_releases(self) -> int:
+        """Cancels told to workers and not yet acknowledged."""
+        return len(self._parts.releases)
+
+    def fleet_views(self) -> tuple[WorkerView, ...]:
+        """One look at every worker, with what was given to it."""
+        return self._parts.fleet.snapshot()
 
     @property
     def context_tokens(self) -> int:

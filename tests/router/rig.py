@@ -79,10 +79,7 @@ class Rig:
         return asyncio.create_task(self.ask(request))
 
     def view(self, worker: str) -> WorkerView:
-        return next(view for view in self.fleet_views() if view.name == worker)
-
-    def fleet_views(self) -> tuple[WorkerView, ...]:
-        return self.router._parts.fleet.snapshot()
+        return next(view for view in self.router.fleet_views() if view.name == worker)
 
     async def assert_idle(self) -> None:
         """Invariant: when nothing runs, every count is back at its baseline."""
@@ -90,7 +87,7 @@ class Rig:
         await asyncio.sleep(2.0)  # transfers that were under way have ended
         self.router.check_integrity()
         assert self.router.num_requests == 0
-        for view in self.fleet_views():
+        for view in self.router.fleet_views():
             work = view.num_rows, view.num_reserved_pages, view.num_prefills
             assert (*work, view.num_prefill_tokens) == (0, 0, 0, 0), view
         for worker in self.workers.values():

@@ -1,0 +1,210 @@
+"""Engines on paper: a page holds the token ids of its positions; the next token is made of them.
+
+So a page that is lost, late or another attempt's gives other tokens than `reference`, which needs
+no pages. Results come one step behind, as from the real engines. Stand in for `jpd.engine` in the
+explorer.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax
+
+from jpd.engine.decode import DecodeDone, DecodeRow
+from jpd.engine.prefill import PrefillDone, PrefillTask
+from jpd.request import FinishReason
+from jpd.transfer.protocol import KVPiece
+
+VOCAB_SIZE = 251
+UNWRITTEN = -1
+
+Page = tuple[int, ...]
+
+
+def next_token(sequence: Sequence[int]) -> int:
+    """Depends on every token and its place."""
+    value = 7
+    for token in sequence:
+        value = (value * 31 + token + 3) % 1_000_003
+    return value % VOCAB_SIZE
+
+
+def reference(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What a greedy request must generate."""
+    sequence = list(prompt)
+    for _ in range(max_tokens):
+        sequence.append(next_token(sequence))
+    return sequence[len(prompt) :]
+
+
+@dataclass(frozen=True, slots=True)
+class PaperPages:
+    """Copied pages of an attempt, as staging arrays would hold them."""
+
+    attempt_id: str
+    pages: tuple[Page, ...]
+
+
+class PaperPool:
+    """The contents of one worker's pool."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages = [[UNWRITTEN] * page_size for _ in range(num_pages)]
+
+    def put(self, page_ids: Sequence[int], position: int, token: int) -> None:
+        self.pages[page_ids[position // self.page_size]][position % self.page_size] = token
+
+    def read(self, page_ids: Sequence[int], num_tokens: int) -> list[int]:
+        tokens = itertools.chain.from_iterable(self.pages[page] for page in page_ids)
+        return list(itertools.islice(tokens, num_tokens))
+
+    def copy(self, attempt_id: str, page_ids: Sequence[int]) -> PaperPages:
+        return PaperPages(attempt_id, tuple(tuple(self.pages[page]) for page in page_ids))
+
+
+@dataclass(slots=True)
+class _Running:
+    task: PrefillTask
+    num_done: int
+    num_sent_pages: int
+
+
+class PaperPrefill:
+    """One chunk of one task a step, first come first served."""
+
+    def __init__(
+        self,
+        pool: PaperPool,
+        chunk: int,
+        emit: Callable[[KVPiece], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool, self._chunk, self._emit, self._clock = pool, chunk, emit, clock
+        self._tasks: dict[str, _Running] = {}
+        self._finished: list[PrefillDone] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._tasks or self._finished)
+
+    @property
+    def num_tokens_waiting(self) -> int:
+        return sum(len(r.task.token_ids) - r.num_done for r in self._tasks.values())
+
+    def add(self, task: PrefillTask) -> None:
+        self._tasks[task.attempt_id] = _Running(task, task.num_cached_tokens, task.send_from_page)
+
+    def remove(self, attempt_id: str) -> None:
+        self._tasks.pop(attempt_id, None)
+        self._finished = [done for done in self._finished if done.attempt_id != attempt_id]
+
+    def step(self) -> list[PrefillDone]:
+        results, self._finished = self._finished, []
+        if self._tasks:
+            self._advance(next(iter(self._tasks.values())))
+        return results
+
+    def _advance(self, running: _Running) -> None:
+        task = running.task
+        end = min(running.num_done + self._chunk, len(task.token_ids))
+        for position in range(running.num_done, end):
+            self._pool.put(task.page_ids, position, task.token_ids[position])
+        running.num_done = end
+        self._send(running)
+        if end == len(task.token_ids):
+            del self._tasks[task.attempt_id]
+            token = next_token(self._pool.read(task.page_ids, end))
+            self._finished.append(self._done(task, token))
+
+    def _done(self, task: PrefillTask, token: int) -> PrefillDone:
+        return PrefillDone(
+            attempt_id=task.attempt_id,
+            token_id=token,
+            finish_reason="length" if task.sampling.max_tokens == 1 else None,
+            num_cached_tokens=task.num_cached_tokens,
+            num_computed_tokens=len(task.token_ids) - task.num_cached_tokens,
+            queue_seconds=0.0,
+            prefill_seconds=0.0,
+        )
+
+    def _send(self, running: _Running) -> None:
+        """One piece per page: the more there are, the more orders they can come in."""
+        task, size = running.task, self._pool.page_size
+        is_last = running.num_done == len(task.token_ids)
+        end = -(-running.num_done // size) if is_last else running.num_done // size
+        if task.destination is None:
+            return
+        while running.num_sent_pages < end:
+            page = running.num_sent_pages
+            running.num_sent_pages += 1
+            pages = self._pool.copy(task.attempt_id, task.page_ids[page : page + 1])
+            self._emit(
+                KVPiece(
+                    attempt_id=task.attempt_id,
+                    destination=task.destination,
+                    page_start=page,
+                    num_pages=1,
+                    arrays=cast(tuple[jax.Array, ...], (pages,)),
+                    num_bytes=size,
+                    is_last=is_last and page == end - 1,
+                    offered_time=self._clock(),
+                )
+            )
+
+
+@dataclass(slots=True)
+class _Row:
+    row: DecodeRow
+    tokens: list[int] = field(default_factory=list)
+
+
+class PaperDecode:
+    """One token of every row a step."""
+
+    def __init__(self, pool: PaperPool, num_slots: int) -> None:
+        self._pool, self._num_slots = pool, num_slots
+        self._rows: dict[str, _Row] = {}
+        self._finished: list[DecodeDone] = []
+        self.on_write: Callable[[str, Sequence[int]], None] = lambda attempt_id, page_ids: None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rows or self._finished)
+
+    def insert(self, row: DecodeRow) -> None:
+        assert len(self._rows) < self._num_slots, "more rows than slots"
+        self._rows[row.attempt_id] = _Row(row, [row.first_token_id])
+
+    def remove(self, attempt_id: str) -> None:
+        self._rows.pop(attempt_id, None)
+        self._finished = [done for done in self._finished if done.attempt_id != attempt_id]
+
+    def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
+        (copied,) = arrays
+        assert isinstance(copied, PaperPages)
+        self.on_write(copied.attempt_id, page_ids)
+        for page_id, page in zip(page_ids, copied.pages, strict=True):
+            self._pool.pages[page_id][:] = page
+
+    def step(self) -> list[DecodeDone]:
+        results, self._finished = self._finished, []
+        for attempt_id in list(self._rows):
+            self._finished.append(self._advance(self._rows[attempt_id]))
+        return results
+
+    def _advance(self, running: _Row) -> DecodeDone:
+        row, tokens = running.row, running.tokens
+        position = row.num_tokens + len(tokens) - 1
+        self._pool.put(row.page_ids, position, tokens[-1])
+        tokens.append(next_token(self._pool.read(row.page_ids, position + 1)))
+        reason: FinishReason | None = None
+        if len(tokens) == row.sampling.max_tokens:
+            reason = "length"
+            del self._rows[row.attempt_id]
+        return DecodeDone(row.attempt_id, (tokens[-1],), reason)
+
+    def rows(self) -> Iterator[str]:
+        return iter(self._rows)
