@@ -18,7 +18,7 @@ help:  ## show this list
 	@echo "make test-fast   the tests for daily work"
 	@echo "make check       format, lint, types"
 	@echo "make bench       the benchmarks that run on a laptop"
-	@echo "make proto       generate the gRPC stubs from jpd/rpc/jpd.proto"
+	@echo "make proto       generate the gRPC stubs from jpd/rpc/*.proto"
 	@echo "make clean       remove .venv and caches"
 	@echo
 	@echo "Another Python: make test PYTHON=python3.12"
@@ -44,7 +44,8 @@ bench: $(VENV)/.demo
 	$(BIN)/jpd bench all
 
 proto: $(VENV)/.dev
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. jpd/rpc/jpd.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
+	  jpd/rpc/jpd.proto jpd/rpc/worker.proto
 
 clean:
 	rm -rf .venv .cache build dist .ruff_cache .pytest_cache .mypy_cache *.egg-info

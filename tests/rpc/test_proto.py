@@ -1,50 +1,55 @@
-"""The committed stubs are those of the committed jpd.proto."""
+"""The committed stubs are those of the committed .proto files."""
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from google.protobuf import descriptor_pb2
 
-from jpd.rpc import jpd_pb2
+from jpd.rpc import jpd_pb2, worker_pb2
+
+PROTOS = {"jpd": jpd_pb2, "worker": worker_pb2}
 
 
-def descriptor_of_module() -> descriptor_pb2.FileDescriptorProto:
+def descriptor_of(module: ModuleType) -> descriptor_pb2.FileDescriptorProto:
     file = descriptor_pb2.FileDescriptorProto()
-    jpd_pb2.DESCRIPTOR.CopyToProto(file)
+    module.DESCRIPTOR.CopyToProto(file)
     return file
 
 
-def test_generating_again_gives_the_same_descriptor(repo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PROTOS)
+def test_generating_again_gives_the_same_descriptor(repo: Path, tmp_path: Path, name: str) -> None:
     protoc = pytest.importorskip("grpc_tools.protoc")
-    target = tmp_path / "jpd.bin"
-    arguments = ["protoc", f"-I{repo}", f"--descriptor_set_out={target}", "jpd/rpc/jpd.proto"]
+    target = tmp_path / "proto.bin"
+    arguments = ["protoc", f"-I{repo}", f"--descriptor_set_out={target}", f"jpd/rpc/{name}.proto"]
     assert protoc.main(arguments) == 0
     generated = descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes()).file[0]
     generated.ClearField("source_code_info")
     for message in generated.message_type:
         for field in message.field:
             field.ClearField("json_name")
-    assert generated == descriptor_of_module()
+    assert generated == descriptor_of(PROTOS[name])
 
 
-def test_stubs_import_each_other_as_a_package(repo: Path) -> None:
-    source = (repo / "jpd" / "rpc" / "jpd_pb2_grpc.py").read_text()
-    assert "from jpd.rpc import jpd_pb2" in source
+@pytest.mark.parametrize("name", PROTOS)
+def test_stubs_import_each_other_as_a_package(repo: Path, name: str) -> None:
+    source = (repo / "jpd" / "rpc" / f"{name}_pb2_grpc.py").read_text()
+    assert f"from jpd.rpc import {name}_pb2" in source
 
 
-def test_methods_and_sampling_fields_are_explained(repo: Path) -> None:
-    source = (repo / "jpd" / "rpc" / "jpd.proto").read_text()
-    lines = source.splitlines()
+@pytest.mark.parametrize("name", PROTOS)
+def test_methods_are_explained(repo: Path, name: str) -> None:
+    lines = (repo / "jpd" / "rpc" / f"{name}.proto").read_text().splitlines()
+    assert max(map(len, lines)) <= 100
     for number, line in enumerate(lines):
         if line.strip().startswith("rpc "):
             assert lines[number - 1].strip().startswith("//"), line
+
+
+def test_sampling_fields_are_explained(repo: Path) -> None:
+    source = (repo / "jpd" / "rpc" / "jpd.proto").read_text()
     request = re.search(r"message SamplingParams \{(.*?)\n\}", source, re.DOTALL)
     assert request is not None
     for line in request[1].strip().splitlines():
         assert "//" in line, line
-
-
-def test_lines_are_no_longer_than_ours(repo: Path) -> None:
-    lines = (repo / "jpd" / "rpc" / "jpd.proto").read_text().splitlines()
-    assert max(map(len, lines)) <= 100
