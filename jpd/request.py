@@ -102,6 +102,9 @@ class Request:
     session_id: str | None = None
     priority: int = 0
     slo: str | None = None
+    cache_salt: str | None = None  # prefixes are shared only among requests of the same salt
+    prefill_worker: str | None = None  # must be this one; None: the router chooses
+    decode_worker: str | None = None
     disaggregate: bool | None = (
         None  # True, False: forced (benchmarks, verify); None: the router chooses
     )

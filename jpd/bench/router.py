@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jpd.bench.results import Result
+from jpd.cache.prefix_log import PrefixChanges
 from jpd.metrics import Metrics
 from jpd.router.fleet import Fleet
 from jpd.router.policy import Wishes, choose_path, choose_prefill, rank_decoders
@@ -64,6 +65,9 @@ class PaperWorker:
             num_compilations_after_ready=0,
             last_step_time=0.0,
         )
+
+    async def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
+        raise NotImplementedError
 
     async def reserve(self, attempt: Attempt) -> Reservation | None:
         raise NotImplementedError

@@ -3,7 +3,8 @@
 1. `match` before a prefill: the pages that hold the longest known prefix, held for the caller.
 2. `insert` when a sequence's KV is complete: its full pages are known from now on.
 3. `alloc` when room is needed: idle pages are evicted, longest idle first.
-Compares tokens, not hashes: no collisions. Knows no devices. Owned by its worker's thread.
+Compares tokens, not hashes: no collisions. Knows no devices. Owned by its worker's thread; what
+changes is noted in `log`, for the router's index.
 """
 
 import time
@@ -11,6 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jpd.cache.page_allocator import PageAllocator
+from jpd.cache.page_hashes import next_hash, root_hash
+from jpd.cache.prefix_log import PrefixChanges, PrefixLog
 
 PageTokens = tuple[int, ...]
 
@@ -23,6 +26,7 @@ class _Node:
     page_id: int
     parent: "_Node | None"  # None: the root of a salt
     salt: Hashable
+    page_hash: int  # the name that others know it by
     children: "dict[PageTokens, _Node]" = field(default_factory=dict)
 
 
@@ -41,6 +45,7 @@ class PrefixCache:
         self._retain_seconds = retain_seconds
         self._clock = clock
         self._roots: dict[Hashable, _Node] = {}
+        self.log = PrefixLog()
         self._nodes: dict[int, _Node] = {}  # by page id
 
     @property
@@ -87,7 +92,7 @@ class PrefixCache:
         num_pages = min(len(token_ids) // self._page_size, len(page_ids))
         if num_pages == 0:
             return 0
-        node = self._roots.setdefault(salt, _Node((), 0, None, salt))
+        node = self._roots.setdefault(salt, _Node((), 0, None, salt, root_hash(salt)))
         path: list[_Node] = []
         num_new = 0
         for index in range(num_pages):
@@ -106,9 +111,11 @@ class PrefixCache:
         if page_id in self._nodes:
             raise ValueError(f"page {page_id} is already known under another prefix")
         self._allocator.mark_cached(page_id)
-        node = _Node(tokens, page_id, parent, parent.salt)
+        page_hash = next_hash(parent.page_hash, tokens)
+        node = _Node(tokens, page_id, parent, parent.salt, page_hash)
         parent.children[tokens] = node
         self._nodes[page_id] = node
+        self.log.note(page_hash, is_added=True)
         return node
 
     def alloc(self, num_pages: int) -> tuple[int, ...] | None:
@@ -156,6 +163,12 @@ class PrefixCache:
             stack.extend(gone.children.values())
             del self._nodes[gone.page_id]
             self._allocator.unmark_cached(gone.page_id)
+            self.log.note(gone.page_hash, is_added=False)
+
+    def changes(self, incarnation: str, sequence: int) -> PrefixChanges:
+        """What changed since a follower last asked, or all there is."""
+        known = (node.page_hash for node in self._nodes.values())
+        return self.log.since(incarnation, sequence, known)
 
     def check_integrity(self) -> None:
         """Tree, page index and allocator agree."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from jpd.cache.page_allocator import PageAllocator
 from jpd.cache.prefix_cache import PrefixCache
+from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import WorkerLostError
 from jpd.explore.paper_engines import PaperDecode, PaperPool, PaperPrefill
 from jpd.explore.paper_transfer import PaperNetwork
@@ -200,6 +201,9 @@ class PaperWorker:
         if self.is_silent:
             raise WorkerLostError(self._name, "nobody answers")
         return await self._client.status()
+
+    async def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
+        return await self._client.prefix_changes(incarnation, sequence)
 
     async def drain(self) -> None:
         await self._client.drain()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from jpd.metrics import Metrics
 from jpd.router.guard import Watch
 from jpd.router.policy import WorkerView
+from jpd.router.prefix_index import MAX_INDEX_PAGES, PrefixIndex
 from jpd.worker.protocol import Role, WorkerClient, WorkerStatus
 
 FAULTS_TO_SUSPEND = 3
@@ -76,6 +77,7 @@ class Fleet:
         metrics: Metrics,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        max_index_pages: int = MAX_INDEX_PAGES,
     ) -> None:
         self._metrics, self._clock, self._on_change = metrics, clock, on_change
         self._entries: dict[str, WorkerEntry] = {}
@@ -87,6 +89,7 @@ class Fleet:
             watch.go_down("its first status is awaited")
             self._entries[client.name] = WorkerEntry(client, watch)
             client.on_room(on_change)
+        self.prefixes = PrefixIndex(self._entries, max_index_pages)
 
     @property
     def entries(self) -> Sequence[WorkerEntry]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jpd.router.fleet import Fleet, WorkerEntry
+from jpd.router.prefix_feed import PrefixFeed
 from jpd.worker.protocol import Role, WorkerStatus
 
 POLL_SECONDS = 0.25
@@ -58,6 +59,7 @@ class HealthMonitor:
         stuck_seconds: float = STUCK_SECONDS,
     ) -> None:
         self._fleet, self._clock = fleet, clock
+        self._feed = PrefixFeed(fleet.prefixes)
         self._poll_seconds, self._status_seconds = poll_seconds, status_seconds
         self._stuck_seconds = stuck_seconds
         self._tasks: list[asyncio.Task[None]] = []
@@ -73,6 +75,7 @@ class HealthMonitor:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        await self._feed.close()
 
     async def check(self, entry: WorkerEntry) -> None:
         """One look at one worker: marks it up or down. Never raises, so nobody stops looking."""
@@ -81,6 +84,7 @@ class HealthMonitor:
             async with asyncio.timeout(self._status_seconds):
                 status = await entry.client.status()
             self._fleet.note_status(status)
+            self._feed.hear(entry.client, status)
             reason = self._why_down(entry, status)
         except TimeoutError:
             reason = f"no status within {self._status_seconds:g} s"
@@ -88,6 +92,7 @@ class HealthMonitor:
             reason = f"status failed: {error!r}"
         if reason:
             self._fleet.set_down(name, reason)
+            self._feed.lose(name)
         else:
             self._fleet.set_up(name)
 

@@ -120,6 +120,7 @@ class RequestRecord:
             priority=self.resolved.priority,
             deadline=self.request.deadline,
             num_output_tokens=num_sent,
+            cache_salt=self.request.cache_salt,
         )
 
     def take_tokens(self, token_ids: Sequence[int], now: float) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
+from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import WorkerLostError
 from jpd.worker.inbox import Call
 from jpd.worker.protocol import (
@@ -87,6 +88,9 @@ class InProcessClient:
 
     async def status(self) -> WorkerStatus:
         return self._worker.status()
+
+    async def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
+        return await self._ask(lambda: self._worker.prefix_changes(incarnation, sequence))
 
     async def drain(self) -> None:
         await self._ask_for_answer(self._worker.drain)

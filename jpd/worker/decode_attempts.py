@@ -100,7 +100,7 @@ class DecodeAttempts:
         num_tokens = self._check_size(attempt)
         if self.num_slots_used >= self.num_slots:
             return None
-        pages = self._pool.take(attempt.token_ids, num_tokens)
+        pages = self._pool.take(attempt.token_ids, num_tokens, attempt.cache_salt)
         if pages is None:
             return None
         first = pages.num_cached_tokens // self._pool.page_size
@@ -173,7 +173,7 @@ class DecodeAttempts:
 
     def _complete(self, held: DecodeAttempt) -> None:
         held.kv_complete_time = self._clock()
-        self._pool.keep(held.attempt.token_ids, held.pages.page_ids)
+        self._pool.keep(held.attempt.token_ids, held.pages.page_ids, held.attempt.cache_salt)
         self._join_if_ready(held)
 
     def _join_if_ready(self, held: DecodeAttempt) -> None:
@@ -230,7 +230,7 @@ class DecodeAttempts:
     def _keep_written(self, held: DecodeAttempt) -> None:
         """What was written so far is a prefix for the next turn; the last token has no KV yet."""
         sequence = (*held.attempt.token_ids, *held.token_ids[:-1])
-        self._pool.keep(sequence, held.pages.page_ids)
+        self._pool.keep(sequence, held.pages.page_ids, held.attempt.cache_salt)
 
     def expire(self, now: float) -> list[str]:
         """Fail what is past its own or its transfer's deadline; returns who lost their room."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jpd.cache.page_allocator import PageAllocator
 from jpd.cache.prefix_cache import PrefixCache
+from jpd.cache.prefix_log import PrefixChanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +58,42 @@ class PagePool:
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def take(self, token_ids: Sequence[int], num_tokens: int) -> HeldPages | None:
-        """Pages for num_tokens tokens beginning with token_ids. None: no room, nothing held."""
-        cached = self._prefix_cache.match(token_ids)
+    def take(
+        self, token_ids: Sequence[int], num_tokens: int, salt: str | None = None
+    ) -> HeldPages | None:
+        """Pages for num_tokens tokens beginning with token_ids. None: no room, nothing held.
+
+        Prefixes are shared only among sequences of the same salt.
+        """
+        cached = self._prefix_cache.match(token_ids, salt)
         fresh = self._prefix_cache.alloc(self.num_pages_for(num_tokens) - len(cached))
         if fresh is None:
             self._allocator.free(cached)
             return None
         return HeldPages(cached + fresh, len(cached) * self.page_size)
 
-    def keep(self, token_ids: Sequence[int], page_ids: Sequence[int]) -> None:
+    def keep(
+        self, token_ids: Sequence[int], page_ids: Sequence[int], salt: str | None = None
+    ) -> None:
         """Make the full pages of token_ids, whose KV is written, known as a prefix."""
-        self._prefix_cache.insert(token_ids, page_ids)
+        self._prefix_cache.insert(token_ids, page_ids, salt)
 
     def release(self, page_ids: Sequence[int]) -> None:
         """Give a sequence's pages back; those known as a prefix stay until they are evicted."""
         self._allocator.free(page_ids)
         self.num_releases += 1
+
+    @property
+    def incarnation(self) -> str:
+        return self._prefix_cache.log.incarnation
+
+    @property
+    def num_prefix_changes(self) -> int:
+        return self._prefix_cache.log.num_changes
+
+    def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
+        """Pages that became known or were forgotten since that change, or all there are."""
+        return self._prefix_cache.changes(incarnation, sequence)
 
     def expire(self) -> None:
         """Forget prefixes that nobody used for the retention time."""

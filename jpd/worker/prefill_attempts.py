@@ -136,7 +136,9 @@ class PrefillAttempts:
             return  # nothing was given back since somebody found no room
         waiting = [held for held in self._held.values() if held.pages is None]
         for held in sorted(waiting, key=lambda held: -held.attempt.priority):
-            held.pages = self._pool.take(held.attempt.token_ids, len(held.attempt.token_ids))
+            held.pages = self._pool.take(
+                held.attempt.token_ids, len(held.attempt.token_ids), held.attempt.cache_salt
+            )
             if held.pages is None:
                 self._num_releases_seen = self._pool.num_releases
                 return  # the others do not overtake it: it would starve
@@ -184,7 +186,7 @@ class PrefillAttempts:
         if held.is_local and self._on_local_done is not None:
             self._on_local_done(done.attempt_id)
         else:
-            self._pool.keep(held.attempt.token_ids, held.pages.page_ids)
+            self._pool.keep(held.attempt.token_ids, held.pages.page_ids, held.attempt.cache_salt)
             self._pool.release(held.pages.page_ids)
         held.answer(
             PrefillResult(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import JpdError, WorkerError, WorkerLostError
 from jpd.transfer.protocol import ArrivedPiece, KVTransfer
 from jpd.worker.decode_attempts import DecodeAttempts, DecodeSink
@@ -287,6 +288,10 @@ class Worker:
         if self._parts.decode is not None:
             self._parts.decode.remove(attempt_id)
 
+    def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
+        """Cached pages that came and went since that change, or all there are."""
+        return self._parts.pool.prefix_changes(incarnation, sequence)
+
     def drain(self, answer: DrainAnswer) -> None:
         """Take no new attempts; the answer comes when the running ones have ended."""
         self._is_draining = True
@@ -337,5 +342,7 @@ class Worker:
             last_step_time=self._last_step_time,
             can_prefill=prefill is not None,
             num_late_pieces=self._num_late_pieces,
+            incarnation=pool.incarnation,
+            num_prefix_changes=pool.num_prefix_changes,
             num_unknown_attempts=self._num_unknown_attempts,
         )

@@ -13,10 +13,12 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jpd.cache.page_hashes import page_hashes
+from jpd.cache.prefix_log import PrefixChanges, PrefixLog
 from jpd.errors import RequestError, WorkerLostError
 from jpd.request import FinishReason
 from jpd.worker.protocol import (
@@ -85,7 +87,8 @@ class FakeWorker:
         self.cancelled: deque[str] = deque(maxlen=10_000)
         self.num_unknown = 0
         self._held: dict[str, _Held] = {}
-        self._prefixes: set[tuple[int, ...]] | None = set() if prefix_cache else None
+        self._prefixes: dict[int, None] | None = {} if prefix_cache else None  # page hashes
+        self._log = PrefixLog()
         self._faults = FaultScript()
         self._lost_reason = ""
         self._draining = False
@@ -117,6 +120,7 @@ class FakeWorker:
         self._died.clear()
         if self._prefixes is not None:
             self._prefixes.clear()
+            self._log = PrefixLog()
         self._tell_room()
 
     def freeze(self) -> None:
@@ -125,6 +129,13 @@ class FakeWorker:
 
     def thaw(self) -> None:
         self._moving.set()
+
+    def evict(self, token_ids: Sequence[int], salt: str | None = None) -> None:
+        """Forget the pages of this prefix, as a full pool would."""
+        for page_hash in page_hashes(token_ids, self.page_size, salt):
+            if self._prefixes is not None and page_hash in self._prefixes:
+                del self._prefixes[page_hash]
+                self._log.note(page_hash, is_added=False)
 
     @property
     def num_held(self) -> int:
@@ -158,7 +169,7 @@ class FakeWorker:
         room = self.num_pages - self.num_pages_used
         if self._draining or self.num_slots_used >= self.num_slots or room < num_pages:
             return None
-        num_cached = self._match(attempt.token_ids)
+        num_cached = self._match(attempt)
         self._held[attempt.attempt_id] = _Held(attempt, num_pages, 1, num_cached)
         return Reservation(attempt.attempt_id, self._name, num_cached)
 
@@ -171,11 +182,11 @@ class FakeWorker:
             async with self._prefill_turn(attempt):
                 queued = asyncio.get_running_loop().time()
                 await self._obey_script("prefill")
-                num_cached = self._match(attempt.token_ids)
+                num_cached = self._match(attempt)
                 num_computed = len(attempt.token_ids) - num_cached
                 await self._pause(self.prefill_token_seconds * num_computed)
             self._check_held(attempt.attempt_id)
-            self._remember(attempt.token_ids)
+            self._remember(attempt.token_ids, attempt.cache_salt)
         except Exception:
             self._free(attempt.attempt_id)
             raise
@@ -212,7 +223,7 @@ class FakeWorker:
                 token_ids.append(self._next_token(token_ids, attempt))
                 finish_reason = _finish_reason(attempt, num_produced, token_ids[-1])
                 if finish_reason is not None:
-                    self._remember(token_ids)
+                    self._remember(token_ids, attempt.cache_salt)
                     self._free(attempt_id)
                 yield DecodeEvent(attempt_id, (token_ids[-1],), finish_reason)
                 if finish_reason is not None:
@@ -248,7 +259,14 @@ class FakeWorker:
             num_transfers_in_flight=0,
             num_compilations_after_ready=self.num_compilations_after_ready,
             last_step_time=self._last_step_time,
+            can_prefill=self.can_prefill,
+            incarnation="" if self._prefixes is None else self._log.incarnation,
+            num_prefix_changes=self._log.num_changes,
         )
+
+    async def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
+        self._check_alive()
+        return self._log.since(incarnation, sequence, self._prefixes or ())
 
     async def drain(self) -> None:
         self._draining = True
@@ -366,21 +384,19 @@ class FakeWorker:
         for callback in self._room_callbacks:
             callback()
 
-    def _match(self, token_ids: Sequence[int]) -> int:
+    def _match(self, attempt: Attempt) -> int:
         """Tokens of the longest cached prefix of whole pages; at least one is left to compute."""
-        if self._prefixes is None:
-            return 0
-        prefixes = [tuple(token_ids[:end]) for end in self._page_ends(len(token_ids) - 1)]
-        matched = itertools.takewhile(lambda prefix: prefix in (self._prefixes or ()), prefixes)
-        return max((len(prefix) for prefix in matched), default=0)
+        known = self._prefixes or {}
+        hashes = page_hashes(attempt.token_ids[:-1], self.page_size, attempt.cache_salt)
+        matched = itertools.takewhile(known.__contains__, hashes)
+        return self.page_size * sum(1 for _ in matched)
 
-    def _remember(self, token_ids: Sequence[int]) -> None:
+    def _remember(self, token_ids: Sequence[int], salt: str | None) -> None:
         if self._prefixes is not None:
-            ends = self._page_ends(len(token_ids))
-            self._prefixes.update(tuple(token_ids[:end]) for end in ends)
-
-    def _page_ends(self, num_tokens: int) -> Iterator[int]:
-        return iter(range(self.page_size, num_tokens + 1, self.page_size))
+            for page_hash in page_hashes(token_ids, self.page_size, salt):
+                if page_hash not in self._prefixes:
+                    self._prefixes[page_hash] = None
+                    self._log.note(page_hash, is_added=True)
 
 
 def one_each(**options: Any) -> list[FakeWorker]:

@@ -1,0 +1,139 @@
+"""Which worker holds which prompt prefix: sets of page hashes, told by the workers themselves.
+
+1. `match` gives, for the page hashes of a prompt, how many leading pages each worker holds.
+2. `apply` takes in what a worker says has changed; a snapshot replaces what was known of it.
+3. `expect` counts a prompt just prefilled as held at once; what its worker does not confirm by the
+   second report is dropped again.
+
+A prefix is held whole or cut at its end, so its length is found by bisection. Bounded: `_Pages`.
+Knows no tokens and no requests. Owned by `jpd.router.fleet`, fed by `jpd.router.prefix_feed`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from jpd.cache.prefix_log import PrefixChanges
+
+MAX_INDEX_PAGES = 4_000_000
+"""Of all workers together, unless the mesh file says otherwise."""
+MIN_WORKER_PAGES = 2
+
+
+@dataclass(slots=True)
+class _Pages:
+    """Pages of one worker, in two generations: when the young one is full, the old one goes.
+
+    What requests use is young again, so hot prefixes outlive any number of prompts used once.
+    """
+
+    budget: int
+    incarnation: str = ""
+    sequence: int = 0
+    young: set[int] = field(default_factory=set)
+    old: set[int] = field(default_factory=set)
+    expected: set[int] = field(default_factory=set)  # since the last report
+    doubtful: set[int] = field(default_factory=set)  # expected before it, not confirmed
+
+    def __len__(self) -> int:
+        return len(self.young) + len(self.old)
+
+    def __contains__(self, page_hash: int) -> bool:
+        return page_hash in self.young or page_hash in self.old
+
+    def add(self, page_hashes: Iterable[int]) -> None:
+        for page_hash in page_hashes:
+            self.young.add(page_hash)
+            self.old.discard(page_hash)
+            if 2 * len(self.young) > self.budget:
+                self.old, self.young = self.young, set()
+
+    def remove(self, page_hashes: Iterable[int]) -> None:
+        self.young.difference_update(page_hashes)
+        self.old.difference_update(page_hashes)
+
+    def num_matched(self, page_hashes: Sequence[int]) -> int:
+        """Leading pages that are held."""
+        known = self if self.old else self.young
+        if not page_hashes or page_hashes[0] not in known:
+            return 0
+        if page_hashes[-1] in known:
+            return len(page_hashes)
+        low, high = 1, len(page_hashes) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if page_hashes[middle] in known:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+class PrefixIndex:
+    """The prefixes of all workers. One event loop only."""
+
+    def __init__(self, workers: Iterable[str], max_pages: int = MAX_INDEX_PAGES) -> None:
+        names = tuple(workers)
+        self._budget = max(MIN_WORKER_PAGES, max_pages // max(1, len(names)))
+        self._pages = {name: _Pages(self._budget) for name in names}
+
+    def __len__(self) -> int:
+        """Pages known, each counted at every worker that holds it."""
+        return sum(len(pages) for pages in self._pages.values())
+
+    def match(self, page_hashes: Sequence[int]) -> Mapping[str, int]:
+        """Leading pages held, by worker; workers that hold none are left out."""
+        found = {}
+        for name, pages in self._pages.items():
+            if pages.young or pages.old:
+                num_pages = pages.num_matched(page_hashes)
+                if num_pages:
+                    found[name] = num_pages
+        return found
+
+    def touch(self, worker: str, page_hashes: Sequence[int]) -> None:
+        """These are used again: they are not the next to be dropped."""
+        pages = self._pages[worker]
+        if pages.old:
+            pages.add([known for known in page_hashes if known in pages.old])
+
+    def position(self, worker: str) -> tuple[str, int]:
+        """Incarnation and number of the last change heard of."""
+        pages = self._pages[worker]
+        return pages.incarnation, pages.sequence
+
+    def apply(self, worker: str, changes: PrefixChanges) -> None:
+        """Take in what the worker says. Changes that do not follow what is known are left alone."""
+        pages = self._pages[worker]
+        if changes.is_snapshot:
+            self.forget(worker)
+            pages = self._pages[worker]
+            pages.add(islice(changes.added, self._budget // 2))
+        elif changes.incarnation != pages.incarnation or changes.sequence < pages.sequence:
+            return
+        else:
+            pages.remove(changes.removed)
+            pages.add(changes.added)
+            told = set(changes.added) | set(changes.removed)
+            pages.expected -= told
+            pages.doubtful -= told
+        pages.incarnation, pages.sequence = changes.incarnation, changes.sequence
+
+    def expect(self, worker: str, page_hashes: Sequence[int]) -> None:
+        """The worker has just computed these and will say so; nothing for one that never does."""
+        pages = self._pages[worker]
+        if pages.incarnation:
+            new = [known for known in page_hashes if known not in pages]
+            pages.expected.update(new)
+            pages.add(new)
+
+    def settle(self, worker: str) -> None:
+        """A report of the worker is in: drop what was expected before the one before it."""
+        pages = self._pages[worker]
+        if pages.doubtful:
+            pages.remove(pages.doubtful)
+        pages.doubtful, pages.expected = pages.expected, set()
+
+    def forget(self, worker: str) -> None:
+        """Nothing is known of this worker any more."""
+        self._pages[worker] = _Pages(self._budget)
