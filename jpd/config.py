@@ -66,6 +66,7 @@ class EngineConfig:
         int, ...
     ] = ()  # padded KV lengths; (): max_model_len, /4, /16, at least a chunk
     dtype: str = "auto"  # weights, activations; auto: float32 on cpu, bfloat16 elsewhere
+    max_steps_per_call: int = 4  # decode steps in one call while nobody waits; 1: never several
 
     def served_len(self, model_max_len: int) -> int:
         """The longest sequence served of a model with this limit of its own."""
@@ -272,6 +273,9 @@ def _read_engine(table: Table, cache: CacheConfig) -> EngineConfig:
         prefill_buckets=table.integers("prefill_buckets", low=1),
         context_buckets=table.integers("context_buckets", low=1),
         dtype=table.choice("dtype", default.dtype, DTYPES),
+        max_steps_per_call=table.integer(
+            "max_steps_per_call", default.max_steps_per_call, low=1, high=64
+        ),
     )
     table.close()
     if engine.prefill_chunk % cache.page_size:

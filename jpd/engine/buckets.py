@@ -4,6 +4,7 @@ Tokens of a prefill chunk, rows of a decode step, width of the page table, pages
 arithmetic, no jax. Used by the engines, the planner and the worker.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,6 +43,14 @@ class ChunkShape(NamedTuple):
     width: int  # pages of each row's page table
 
 
+class DecodeShape(NamedTuple):
+    """The sizes of a decode call; one executable each."""
+
+    num_rows: int  # slots from the first on
+    width: int  # pages of each row's page table
+    num_steps: int  # tokens of each row
+
+
 def _ceil_to(value: int, step: int) -> int:
     return -(-value // step) * step
 
@@ -61,6 +70,7 @@ class ShapeBuckets:
     prefill_lengths: tuple[int, ...]  # tokens of a chunk
     context_widths: tuple[int, ...]  # pages of a page table
     page_moves: tuple[int, ...]  # pages gathered or scattered in one call
+    decode_steps: tuple[int, ...] = (1,)  # steps of a decode call
 
     @classmethod
     def from_config(
@@ -84,6 +94,7 @@ class ShapeBuckets:
             prefill_lengths=tuple(sorted({size for size in lengths if size < chunk} | {chunk})),
             context_widths=tuple(sorted(widths | {longest // page})),
             page_moves=tuple(sorted(moves)),
+            decode_steps=tuple(sorted({1, engine.max_steps_per_call})),
         )
         buckets._check_count()
         return buckets
@@ -126,11 +137,18 @@ class ShapeBuckets:
     @property
     def num_decode_executables(self) -> int:
         """At most: steps, insert, remove and the pages that arrive."""
-        return len(SHRINKS) * len(self.context_widths) + 2 + len(self.page_moves)
+        num_steps = len(SHRINKS) * len(self.context_widths) * len(self.decode_steps)
+        return num_steps + 2 + len(self.page_moves)
 
-    def decode_shapes(self, num_slots: int) -> tuple[tuple[int, int], ...]:
-        """(rows, page-table width) of every decode step of a worker with so many slots."""
-        return tuple((r, w) for r in decode_rows(num_slots) for w in self.context_widths)
+    @property
+    def max_decode_steps(self) -> int:
+        """The most steps of one decode call."""
+        return self.decode_steps[-1]
+
+    def decode_shapes(self, num_slots: int) -> tuple[DecodeShape, ...]:
+        """Of every decode executable of a worker with so many slots."""
+        sizes = itertools.product(decode_rows(num_slots), self.context_widths, self.decode_steps)
+        return tuple(DecodeShape(*size) for size in sizes)
 
     def chunk_layout(self, num_tokens: int) -> ChunkLayout:
         """The smallest one for so many tokens of one prompt."""

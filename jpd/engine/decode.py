@@ -1,11 +1,12 @@
 """The decode engine: slots become steady streams, one token each per step.
 
 A step: schedule (who comes and goes) → build (the shape they need) → run (dispatch it) → commit
-(read the step before it). Last tokens, positions and who is still running live on the device. Twin
+(read the one before it). Last tokens, positions and who is still running live on the device. Twin
 of prefill.py. Knows no router and no page owner. Owned by its worker's thread.
 """
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,18 @@ from dataclasses import dataclass
 import jax
 
 from jpd.cache.kv_cache import KVCache
-from jpd.engine.buckets import decode_rows
+from jpd.engine.buckets import DecodeShape, decode_rows
 from jpd.engine.decode_state import DecodeState, one_row
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.results import FINISH_REASONS, Outcome, StepResults
 from jpd.engine.steps import Leaves
 from jpd.request import FinishReason, SamplingParams
+
+MAX_CALL_SECONDS = 0.010
+"""Tokens of a call come together: several steps are taken only where that is not seen."""
+
+SMOOTHING = 0.2
+"""Weight of the newest call in the measured time of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class DecodeDone:
-    """Tokens of one attempt from one step."""
+    """Tokens of one attempt from one call."""
 
     attempt_id: str
     token_ids: tuple[int, ...]
@@ -53,9 +60,9 @@ class _Running:
     last_position: int  # of the last token allowed
 
     @property
-    def is_exhausted(self) -> bool:
-        """The last token allowed is already being computed."""
-        return self.position >= self.last_position
+    def num_left(self) -> int:
+        """Steps that may still be dispatched; 0: the last token allowed is being computed."""
+        return self.last_position - self.position
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,8 @@ class _InFlight:
 
     results: StepResults
     slots: tuple[tuple[int, int], ...]  # slot, generation
+    num_steps: int
+    dispatch_time: float
 
 
 class DecodeEngine:
@@ -92,6 +101,8 @@ class DecodeEngine:
         self._departed: list[int] = []  # slots to stop before the next step
         self._in_flight: deque[_InFlight] = deque()
         self._num_generations = 0
+        self._last_finish_time = 0.0
+        self._seconds_per_step = float("inf")  # until one was measured
 
     @property
     def has_work(self) -> bool:
@@ -162,11 +173,15 @@ class DecodeEngine:
         self._by_slot[running.slot] = None
         heapq.heappush(self._free_slots, running.slot)
 
-    def step(self) -> list[DecodeDone]:
-        """Dispatch one step and read the one before it; with nothing to dispatch, read them all."""
+    def step(self, *, nobody_waits: bool = False) -> list[DecodeDone]:
+        """Dispatch one call and read the one before it; with nothing to dispatch, read them all.
+
+        `nobody_waits`: the call may take several steps, after which whoever came can join.
+        """
+        nobody_waits &= not (self._arrived or self._departed)
         batch = self._schedule()
         if batch:
-            self._run(batch, self._build(batch))
+            self._run(batch, self._build(batch, self._num_steps(batch) if nobody_waits else 1))
         return self._commit(num_unread=1 if batch else 0)
 
     def _schedule(self) -> list[_Running]:
@@ -177,31 +192,40 @@ class DecodeEngine:
             self._state = self._functions.insert(self._state, row, slot)
         self._departed.clear()
         self._arrived.clear()
-        return [running for running in self._by_attempt.values() if not running.is_exhausted]
+        return [running for running in self._by_attempt.values() if running.num_left > 0]
 
-    def _build(self, batch: list[_Running]) -> tuple[int, int]:
-        """The shape: rows up to the last slot in use, tables that hold every row's next token."""
+    def _num_steps(self, batch: list[_Running]) -> int:
+        """Several steps when somebody needs them and no stream is held up by them."""
+        num_steps = self._buckets.max_decode_steps
+        is_needed = max(running.num_left for running in batch) >= num_steps
+        is_short = self._seconds_per_step * num_steps <= MAX_CALL_SECONDS
+        return num_steps if is_needed and is_short else 1
+
+    def _build(self, batch: list[_Running], num_steps: int) -> DecodeShape:
+        """Rows up to the last slot in use, tables that hold every row's next tokens."""
         num_used = max(running.slot for running in batch) + 1
         num_rows = next(rows for rows in self._rows if rows >= num_used)
-        longest = max(running.position for running in batch) + 1
-        return num_rows, self._buckets.context_width(longest)
+        longest = max(running.position + min(num_steps, running.num_left) for running in batch)
+        return DecodeShape(num_rows, self._buckets.context_width(longest), num_steps)
 
-    def _run(self, batch: list[_Running], shape: tuple[int, int]) -> None:
+    def _run(self, batch: list[_Running], shape: DecodeShape) -> None:
+        now = time.monotonic()
         self._cache.layers, self._state, results = self._functions.decode(
             self._leaves, self._cache.layers, self._state, shape
         )
         results.copy_to_host_async()
         slots = tuple((running.slot, running.generation) for running in batch)
-        self._in_flight.append(_InFlight(results, slots))
+        self._in_flight.append(_InFlight(results, slots, shape.num_steps, now))
         for running in batch:
-            running.position += 1
+            running.position += min(shape.num_steps, running.num_left)
 
     def _commit(self, num_unread: int) -> list[DecodeDone]:
-        """Read results until `num_unread` steps are left; those of removed rows are dropped."""
+        """Read results until `num_unread` calls are left; those of removed rows are dropped."""
         done = []
         while len(self._in_flight) > num_unread:
             step = self._in_flight.popleft()
             results = step.results.to_host()  # waits for the step
+            self._observe(step)
             outcomes = results.outcomes.tolist()
             for slot, generation in step.slots:
                 running = self._by_slot[slot]
@@ -215,3 +239,12 @@ class DecodeEngine:
                 token_ids = results.token_ids(slot)
                 done.append(DecodeDone(running.row.attempt_id, token_ids, finish_reason))
         return done
+
+    def _observe(self, step: _InFlight) -> None:
+        """Learn from a call that has just ended how long a step takes."""
+        now = time.monotonic()
+        seconds = (now - max(step.dispatch_time, self._last_finish_time)) / step.num_steps
+        self._last_finish_time = now
+        before = self._seconds_per_step
+        is_first = before == float("inf")
+        self._seconds_per_step = seconds if is_first else before + SMOOTHING * (seconds - before)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
-from jpd.engine.buckets import ChunkShape, ShapeBuckets
+from jpd.engine.buckets import ChunkShape, DecodeShape, ShapeBuckets
 from jpd.engine.decode_state import DecodeState, deactivate, empty_state, insert_row
 from jpd.engine.page_moves import PageMoves
 from jpd.engine.prefill_chunk import PrefillChunk, make_chunk, prompt_rows
@@ -58,7 +58,7 @@ class ModelFunctions:
         self._prefill = self._jit_step(prefill_chunk)
         self._logits = self._jit_step(chunk_logits)
         self._decode = {
-            shape: self._jit_decode(*shape) for shape in buckets.decode_shapes(num_slots)
+            shape: self._jit_decode(shape) for shape in buckets.decode_shapes(num_slots)
         }
         in_place: dict[str, Any] = {"out_shardings": self._replicated, "donate_argnums": 0}
         self._insert = jax.jit(insert_row, **in_place)
@@ -72,10 +72,10 @@ class ModelFunctions:
             donate_argnums=1,
         )
 
-    def _jit_decode(self, num_rows: int, width: int) -> jax.stages.Wrapped:
-        step = functools.partial(decode_step, self._definition, num_rows, width)
+    def _jit_decode(self, shape: DecodeShape) -> jax.stages.Wrapped:
+        step = functools.partial(decode_step, self._definition, shape)
         return jax.jit(
-            _named(step, f"decode_step_{num_rows}x{width}"),
+            _named(step, f"decode_{shape.num_steps}_steps_{shape.num_rows}x{shape.width}"),
             in_shardings=(self.param_shardings, self._pool, self._replicated),
             out_shardings=(self._pool, self._replicated, self._replicated),
             donate_argnums=(1, 2),
@@ -89,10 +89,10 @@ class ModelFunctions:
         return layers, results
 
     def decode(
-        self, leaves: Leaves, layers: Layers, state: DecodeState, shape: tuple[int, int]
+        self, leaves: Leaves, layers: Layers, state: DecodeState, shape: DecodeShape
     ) -> tuple[Layers, DecodeState, StepResults]:
-        """One token for every active slot. `shape`, of ShapeBuckets.decode_shapes: rows from the
-        first slot on, and the page-table width; both cover all active slots.
+        """Tokens for every active slot. `shape`, of ShapeBuckets.decode_shapes: its rows cover all
+        active slots, its width all their tokens after the call.
 
         Donates layers and state.
         """

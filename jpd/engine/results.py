@@ -57,6 +57,17 @@ def one_token_results(tokens: jax.Array, outcomes: jax.Array) -> StepResults:
     return StepResults(tokens[:, None], num_tokens, outcomes)
 
 
+def joined_results(steps: StepResults) -> StepResults:
+    """Results of consecutive steps of one token, stacked [M, B, ...], as those of one call.
+
+    A row is idle from the step on that follows its last one.
+    """
+    num_tokens = jnp.sum(steps.num_tokens, axis=0)
+    last = jnp.maximum(num_tokens - 1, 0)[None]
+    outcomes = jnp.take_along_axis(steps.outcomes, last, axis=0)[0]
+    return StepResults(jnp.transpose(steps.tokens[:, :, 0]), num_tokens, outcomes)
+
+
 def outcomes_of(
     tokens: jax.Array,
     positions: jax.Array,

@@ -5,13 +5,15 @@ go through the same decoder call and the same sampling.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jpd.engine.buckets import DecodeShape
 from jpd.engine.decode_state import DecodeState, advance, first_rows, with_first_rows
 from jpd.engine.prefill_chunk import PrefillChunk
-from jpd.engine.results import StepResults, one_token_results, outcomes_of
+from jpd.engine.results import StepResults, joined_results, one_token_results, outcomes_of
 from jpd.engine.sampling import SamplingRows, sample
 from jpd.nn.decoder import Decoder, PagedBatch
 from jpd.nn.params import DecoderDef, rebuild
@@ -61,15 +63,33 @@ def _run_chunk(decoder: Decoder, layers: Layers, chunk: PrefillChunk) -> tuple[j
 
 def decode_step(
     definition: DecoderDef,
-    num_rows: int,
-    width: int,
+    shape: DecodeShape,
     leaves: Leaves,
     layers: Layers,
     whole: DecodeState,
 ) -> tuple[Layers, DecodeState, StepResults]:
-    """One token for every active slot of the first num_rows, in tables of `width` pages."""
+    """A token for every active slot of the first rows, or one after another of several steps.
+
+    The tables of `shape.width` pages hold all of these tokens.
+    """
     decoder = rebuild(definition, leaves)
-    state = first_rows(whole, num_rows)
+
+    def step(carry: tuple[Layers, DecodeState], _: None) -> tuple[Any, StepResults]:
+        layers, state, results = _decode_one(decoder, shape.width, *carry)
+        return (layers, state), results
+
+    carry = layers, first_rows(whole, shape.num_rows)
+    if shape.num_steps == 1:
+        (layers, state), results = step(carry, None)
+    else:
+        (layers, state), steps = jax.lax.scan(step, carry, length=shape.num_steps)
+        results = joined_results(steps)
+    return layers, with_first_rows(whole, state), results
+
+
+def _decode_one(
+    decoder: Decoder, width: int, layers: Layers, state: DecodeState
+) -> tuple[Layers, DecodeState, StepResults]:
     positions = jnp.where(state.active, state.positions, 0)
     batch = PagedBatch(
         page_table=state.page_table[:, :width],
@@ -81,7 +101,7 @@ def decode_step(
         decoder.logits(hidden[:, 0]), _running(state.sampling, state.active), positions + 1
     )
     state, results = advance(state, tokens)
-    return layers, with_first_rows(whole, state), results
+    return layers, state, results
 
 
 def _running(sampling: SamplingRows, active: jax.Array) -> SamplingRows:

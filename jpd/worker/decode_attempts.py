@@ -199,11 +199,15 @@ class DecodeAttempts:
             stop_token_ids=held.attempt.stop_token_ids,
         )
 
-    def step(self) -> None:
-        """One decode step of all rows; tells the tokens of the step before."""
+    def step(self, *, nobody_waits: bool) -> None:
+        """One decode call of all rows; tells the tokens of the one before.
+
+        `nobody_waits`: for this worker's thread, besides those who wait to join the batch.
+        """
         if not self._engine.has_work:
             return
-        for done in self._engine.step():
+        nobody_waits = nobody_waits and all(held.is_decoding for held in self._live())
+        for done in self._engine.step(nobody_waits=nobody_waits):
             self._commit(done)
 
     def _commit(self, done: DecodeDone) -> None:

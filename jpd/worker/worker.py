@@ -165,7 +165,8 @@ class Worker:
         self._expire(self._turn_start_time)
         self._handle(calls)
         if self._parts.decode is not None:
-            self._parts.decode.step()
+            prefill = self._parts.prefill
+            self._parts.decode.step(nobody_waits=prefill is None or not prefill.has_work)
         if self._parts.prefill is not None:
             self._parts.prefill.step()
         self._publish()

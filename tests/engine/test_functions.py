@@ -52,16 +52,17 @@ def test_prefill_updates_the_pool_in_place(tensor: int) -> None:
     assert results.tokens.sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_decode_updates_the_pool_and_its_state_in_place(tensor: int) -> None:
+@pytest.mark.parametrize(("tensor", "num_steps"), [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_decode_updates_the_pool_and_its_state_in_place(tensor: int, num_steps: int) -> None:
     on = rig("llama3", tensor)
     old, state = on.cache.layers, on.functions.new_state()
-    shape = on.functions.buckets.decode_shapes(NUM_SLOTS)[0]
-    assert shape[0] < NUM_SLOTS
+    shape = on.functions.buckets.decode_shapes(NUM_SLOTS)[0]._replace(num_steps=num_steps)
+    assert shape.num_rows < NUM_SLOTS
     compiled = on.functions._decode[shape].lower(on.leaves, old, state).compile()
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     alias_bytes = compiled.memory_analysis().alias_size_in_bytes
     assert alias_bytes == pool_bytes_per_device(old) + state_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes_per_device(old) / 4
     on.cache.layers, new_state, _ = on.functions.decode(on.leaves, old, state, shape)
     assert all(array.is_deleted() for array in (*old, *jax.tree.leaves(state)))
     newest = on.functions.deactivate(new_state, 1)

@@ -181,7 +181,7 @@ class FakeDecodeEngine:
         self._rows.pop(attempt_id, None)
         self._finished = [done for done in self._finished if done.attempt_id != attempt_id]
 
-    def step(self) -> list[DecodeDone]:
+    def step(self, *, nobody_waits: bool = False) -> list[DecodeDone]:
         self.before_step()
         results, self._finished = self._finished, []
         for row, tokens in list(self._rows.values()):
