@@ -33,6 +33,7 @@ from jpd.frontend.server import Endpoints
 from jpd.frontend.service import Generation, TextDelta
 from jpd.launch.inprocess import TransferWrapper, launch_workers
 from jpd.metrics import Metrics
+from jpd.nn.config import WeightFormat
 from jpd.planner.deployment_plan import plan_deployment
 from jpd.router.health import Health
 from jpd.worker.protocol import WorkerClient
@@ -91,6 +92,7 @@ def launch(
     mesh: str | Path | DeploymentConfig,
     *,
     chat_template: str | None = None,
+    weights: WeightFormat | None = None,
     engine: Mapping[str, object] | None = None,
     cache: Mapping[str, object] | None = None,
     router: Mapping[str, object] | None = None,
@@ -101,15 +103,16 @@ def launch(
     """A server of `model` on `mesh`, to be used in `with` or `async with`, which start and end it.
 
     `model` is a card, a Hugging Face or Orbax folder or a .gguf file; `mesh` a mesh file or its
-    bare name. `engine`, `cache` and `router` override keys of those tables of the mesh file.
-    `progress` hears how far the weights are. `transfer_wrapper` is for tests of faults;
-    `can_prefill_locally` lets `disaggregate=False` work on every decode worker. Raises ConfigError
-    with every problem found, before any weight is read.
+    bare name. `weights` is "int8" or None, as the card or the checkpoint has it. `engine`, `cache`
+    and `router` override keys of those tables of the mesh file. `progress` hears how far the
+    weights are. `transfer_wrapper` is for tests of faults; `can_prefill_locally` lets
+    `disaggregate=False` work on every decode worker. Raises ConfigError with every problem found,
+    before any weight is read.
     """
     deployment = mesh if isinstance(mesh, DeploymentConfig) else load_deployment(mesh)
     deployment = _override(deployment, {"engine": engine, "cache": cache, "router": router})
     if not isinstance(model, Model):
-        model = open_model(model, chat_template=chat_template)
+        model = open_model(model, chat_template=chat_template, weights=weights)
     plan_deployment(model.config, deployment, sizes_memory=False)
     start_fleet = partial(
         launch_workers,

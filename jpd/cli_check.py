@@ -30,9 +30,11 @@ def run(options: argparse.Namespace) -> int:
 
 def print_report(plan: DeploymentPlan, model_name: str, console: Console) -> None:
     engine, cache = plan.deployment.engine, plan.deployment.cache
+    rounded = f"int8 (what is no matrix in {engine.dtype})"
+    held = rounded if plan.config.weights == "int8" else engine.dtype
     console.print(
         f"[bold]{model_name}[/bold] on [bold]{plan.deployment.file}[/bold]: "
-        f"{plan.num_params:,} parameters in {engine.dtype}, KV in {cache.dtype}, "
+        f"{plan.num_params:,} parameters in {held}, KV in {cache.dtype}, "
         f"sequences up to {plan.max_model_len:,} tokens",
         highlight=False,
     )

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from jpd.checkpoint.convert import convert
+from jpd.cli_pair import add_weights_argument
 from jpd.cli_progress import ProgressLine
 
 HELP = "safetensors or GGUF to an Orbax folder, which restores straight into shardings"
@@ -15,10 +16,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: as the weights are stored"
     )
+    add_weights_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    done = convert(options.source, options.target, dtype=options.dtype, progress=ProgressLine())
+    done = convert(
+        options.source,
+        options.target,
+        dtype=options.dtype,
+        weights=options.weights,
+        progress=ProgressLine(),
+    )
     size = f"{done.num_params:,} parameters, {done.num_bytes / 1e9:.2f} GB as {done.dtype}"
     print(f"converted {options.source} to {done.folder}: {size}")
     return 0

@@ -3,12 +3,14 @@
 import argparse
 import json
 import sys
+from typing import get_args
 
 from rich.console import Console
 
 from jpd.checkpoint.model_source import Model, open_model
 from jpd.config import DeploymentConfig, load_deployment
 from jpd.errors import ConfigError, Problem, RequestError
+from jpd.nn.config import WeightFormat
 
 PIPE_WIDTH = 160
 """Columns of a report that goes to a file or another program."""
@@ -27,6 +29,16 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="a mesh file, or the name of one in mesh_configs/",
     )
+    add_weights_argument(parser)
+
+
+def add_weights_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        choices=get_args(WeightFormat),
+        help="how matrices are held: int8 has one scale per output channel; default: as the card "
+        "or the checkpoint has it",
+    )
 
 
 def load_pair(
@@ -41,7 +53,12 @@ def load_pair(
     except ConfigError as error:
         problems += error.problems
     try:
-        model = open_model(options.model, chat_template=chat_template, need_weights=need_weights)
+        model = open_model(
+            options.model,
+            chat_template=chat_template,
+            weights=options.weights,
+            need_weights=need_weights,
+        )
     except ConfigError as error:
         problems += error.problems
     if model is None or deployment is None:

@@ -13,11 +13,14 @@ import numpy as np
 
 from jpd.api import Server, launch
 from jpd.checkpoint.model_source import Model
+from jpd.cli_against import ATOL as AGAINST_ATOL
+from jpd.cli_against import TEXTS, verify_against
 from jpd.cli_pair import add_pair_arguments, load_pair, parse_prompt
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 
 HELP = "are disaggregated tokens the coupled ones? With --golden: is the checkpoint computed right?"
+GOLDEN_ATOL = 2e-4
 MARGIN = 1e-3
 """Below this gap between the two best logits, float32 rounding may choose either."""
 
@@ -34,21 +37,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--golden", type=Path, metavar="NPZ", help="reference prompts, logits, greedy, margins"
     )
     parser.add_argument(
-        "--atol", type=float, default=2e-4, help="largest logit difference, default 2e-4"
+        "--against",
+        choices=("float32",),
+        help="how far are the logits of these weights, as they are served, from float32 ones?",
+    )
+    parser.add_argument(
+        "--atol",
+        type=float,
+        help=f"largest logit difference, default {GOLDEN_ATOL:g}; {AGAINST_ATOL:g} with --against",
     )
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.golden and options.against:
+        rule = "asks for another comparison than --golden: give one of them"
+        raise ConfigError([Problem("jpd verify", "--against", options.against, rule)])
     golden = read_golden(options.golden) if options.golden else None
     texts = read_prompts(options.prompts) if options.prompts else None
     model, deployment = load_pair(options)
+    if options.against:
+        prompts = texts or _known_prompts(model, deployment, options)
+        atol = AGAINST_ATOL if options.atol is None else options.atol
+        return verify_against(model, deployment, prompts, options.max_tokens, atol)
     if golden is None:
         _check_can_disaggregate(deployment)
     # Without a prefix cache, or the second way would find pages that the first one left.
     cold = {"retain_seconds": 0.0}
     with launch(model, deployment, cache=cold, can_prefill_locally=True) as server:
         if golden is not None:
-            return verify_golden(server, golden, options.atol, _has_prefill(deployment))
+            atol = GOLDEN_ATOL if options.atol is None else options.atol
+            return verify_golden(server, golden, atol, _has_prefill(deployment))
         prompts = texts or built_in_prompts(model, server.max_model_len, deployment, options)
         return verify_paths(server, prompts, options.max_tokens)
 
@@ -102,6 +120,16 @@ def built_in_prompts(
     lengths = sorted({length for length in edges if 1 <= length <= room})
     draw = np.random.default_rng(0)
     return [draw.integers(0, model.config.vocab_size, length).tolist() for length in lengths]
+
+
+def _known_prompts(
+    model: Model, deployment: DeploymentConfig, options: argparse.Namespace
+) -> list[Prompt]:
+    """Text where the model reads text: random ids are nothing a model was made for."""
+    if model.tokenizer is not None:
+        return list(TEXTS)
+    max_model_len = deployment.engine.served_len(model.config.max_len)
+    return built_in_prompts(model, max_model_len, deployment, options)
 
 
 def verify_paths(server: Server, prompts: Sequence[Prompt], max_tokens: int) -> int:

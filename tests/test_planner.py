@@ -131,6 +131,18 @@ def test_bytes_per_device_by_hand(tmp_path: Path, tensor: int) -> None:
     assert decode.largest_sequence_bytes == 16 * decode.page_bytes
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_int8_weights_by_hand(tmp_path: Path, tensor: int) -> None:
+    """Numbers of a byte each; a float32 scale per output channel; norms as before."""
+    config = replace(config_from_hf(TINY), weights="int8")
+    plan = plan_deployment(config, deployment(tmp_path, decode=tensor))
+    numbers = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) + 100 * 16
+    split, whole = 2 * (16 + 2 * 8 + 2 * 24) + 100, 2 * 2 * 16  # q, k, v, gate, up; o and down
+    floats = split // tensor + whole + 2 * 2 * 16 + 16
+    assert plan.workers[1].weight_bytes == numbers // tensor + 4 * floats
+    assert plan.num_params == plan_tiny(tmp_path).num_params
+
+
 def test_pool_from_memory_fraction(tmp_path: Path) -> None:
     memory_gib = 0.125
     cache = "memory_fraction = 0.5"

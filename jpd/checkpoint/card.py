@@ -1,6 +1,7 @@
 """Model cards: models/*.toml, one model each, so that deployments can be planned without weights.
 
-[config] holds the keys of the model's config.json, [weights] says where the weights come from.
+[config] holds the keys of the model's config.json, [weights] says where the weights come from and
+in which format they are held (`weights = "int8"` alone says only that).
 Knows no family. Called by `model_source`.
 """
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jpd.errors import ConfigError, Problem
+from jpd.nn.config import WeightFormat
 from jpd.toml_reader import Table, read_toml
 
 MAX_PARAMS = 1 << 50
@@ -23,6 +25,7 @@ class CardWeights:
     path: Path | None = None  # a Hugging Face folder, an Orbax folder or a .gguf file
     sha256: str | None = None
     huggingface: str | None = None
+    format: WeightFormat = "float"  # how matrices are held when they are served
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def read_card(path: Path) -> ModelCard:
     config = root.value("config")
     if config is not None and not isinstance(config, Mapping):
         root.problem("config", config, "must be a table")
-    weights = _read_weights(root.table("weights"), path.parent)
+    weights = _read_weights(root, path.parent)
     root.close()
     if problems:
         raise ConfigError(problems)
@@ -59,15 +62,25 @@ def read_card(path: Path) -> ModelCard:
     return ModelCard(path, name, source, num_params, table, weights)
 
 
-def _read_weights(table: Table, folder: Path) -> CardWeights:
+def _read_weights(root: Table, folder: Path) -> CardWeights:
+    """A table; or only a format, of a card that does not say where the weights are."""
+    if isinstance(root.value("weights"), str):
+        return CardWeights(format=_format(root.choice("weights", "float", WeightFormat)))
+    table = root.table("weights")
     package = table.text("package", None, r"[A-Za-z_][A-Za-z0-9_]*")
     path = table.text("path", None)
     sha256 = table.text("sha256", None, r"[0-9a-f]{64}")
     huggingface = table.text("huggingface", None, r"[\w.-]+/[\w.-]+")
     if package is not None and path is not None:
         table.problem("path", path, f"stands beside package = {package!r}: give one of them")
+    held = _format(table.choice("format", "float", WeightFormat))
     table.close()
-    return CardWeights(package, None if path is None else folder / path, sha256, huggingface)
+    where = None if path is None else folder / path
+    return CardWeights(package, where, sha256, huggingface, held)
+
+
+def _format(name: str) -> WeightFormat:
+    return "int8" if name == "int8" else "float"
 
 
 def find_card(name: str) -> Path | None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jpd.checkpoint.int8 import quantize
 from jpd.checkpoint.layout import check_values, param_refs
 from jpd.checkpoint.model_source import Model, open_model
 from jpd.checkpoint.orbax_source import (
@@ -33,6 +34,7 @@ from jpd.checkpoint.progress import ProgressCallback, ProgressMeter
 from jpd.checkpoint.sentencepiece_tokenizer import SentencePieceTokenizer
 from jpd.checkpoint.source import HostArray, TensorSource
 from jpd.errors import ConfigError, Problem
+from jpd.nn.config import WeightFormat
 from jpd.nn.params import abstract_params
 from jpd.nn.tensor_ref import TensorRef
 from jpd.tokenizer import HuggingFaceTokenizer
@@ -97,9 +99,11 @@ def convert(
     destination: str | Path,
     *,
     dtype: str | None = None,
+    weights: WeightFormat | None = None,
     progress: ProgressCallback | None = None,
 ) -> Converted:
     """Write `source` as an Orbax folder. `dtype` None: as stored (float32 for quantised sources).
+    `weights`: how matrices are written; None: as the card says.
 
     Raises ConfigError for a bad source or a destination that exists; nothing is left behind then.
     """
@@ -107,7 +111,7 @@ def convert(
     if target.exists():
         rule = "exists already: choose another name or remove it"
         raise ConfigError([Problem(str(target), "destination", target.name, rule)])
-    model = open_model(source)
+    model = open_model(source, weights=weights)
     tensors = model.require_source()
     if isinstance(tensors, OrbaxSource):
         raise ConfigError(
@@ -124,9 +128,8 @@ def convert(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    num_params = sum(int(np.prod(param.shape)) for param in params)
     num_bytes = sum(param.nbytes for param in params)
-    return Converted(target, num_params, num_bytes, str(params[0].dtype))
+    return Converted(target, _num_params(params), num_bytes, _kind(model, params))
 
 
 def _streamed_params(
@@ -136,12 +139,29 @@ def _streamed_params(
     refs = param_refs(source, model.config, abstract)
     check_values(source, refs, progress)
     params = []
+    weights = {spec.scale_path: spec for spec in abstract.specs if spec.summed}
     for spec in abstract.specs:
-        ref = refs[spec.path]
-        stored = np.dtype(spec.dtype) if dtype else source.info(ref.names[0]).dtype
-        read = _reader(source, ref, stored)
+        made_of = weights.get(spec.path, spec)
+        ref = refs[made_of.path]
+        if made_of.summed:
+            stored = np.dtype(spec.dtype)
+            read = _int8_reader(source, ref, made_of.summed, 1 if spec.is_scale else 0)
+        else:
+            stored = np.dtype(spec.dtype) if dtype else source.info(ref.names[0]).dtype
+            read = _reader(source, ref, stored)
         params.append(_StreamedParam(spec.path, spec.shape, stored, read))
     return params
+
+
+def _int8_reader(
+    source: TensorSource, ref: TensorRef, summed: tuple[int, ...], which: int
+) -> Callable[[], HostArray]:
+    """Reads a weight and gives its int8 numbers (0) or its scales (1)."""
+
+    def read() -> HostArray:
+        return quantize(ref.read(source.read_slice), summed)[which]
+
+    return read
 
 
 def _reader(source: TensorSource, ref: TensorRef, dtype: np.dtype[Any]) -> Callable[[], HostArray]:
@@ -191,10 +211,22 @@ def _write_description(folder: Path, model: Model, params: Sequence[_StreamedPar
     marker = {
         "layout": LAYOUT_VERSION,
         "source": model.name,
-        "num_params": sum(int(np.prod(param.shape)) for param in params),
+        "weights": model.config.weights,
+        "num_params": _num_params(params),
         "file_bytes": file_sizes(folder / PARAMS_NAME),
     }
     _write_json(folder / MARKER_NAME, marker)
+
+
+def _num_params(params: Sequence[_StreamedParam]) -> int:
+    """As published: scales do not count."""
+    return sum(int(np.prod(param.shape)) for param in params if not param.name.endswith(".scale"))
+
+
+def _kind(model: Model, params: Sequence[_StreamedParam]) -> str:
+    if model.config.weights == "int8":
+        return "int8 with a scale per channel"
+    return str(params[0].dtype)
 
 
 def _write_tokenizer(folder: Path, model: Model) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import DTypeLike
 
+from jpd.checkpoint.int8 import quantize
 from jpd.checkpoint.layout import check_values, distinct, param_refs
 from jpd.checkpoint.orbax_source import OrbaxSource
 from jpd.checkpoint.progress import ProgressCallback, ProgressMeter
@@ -43,7 +44,7 @@ def load_params(
     Blocks. Raises ConfigError, before any device memory is taken, for whatever is wrong with the
     checkpoint; `check_numbers` reads all of it once more to find NaN and infinities.
     """
-    assert any(spec.dtype == np.dtype(dtype) for spec in abstract.specs), dtype  # some stay float32
+    assert any(spec.dtype == np.dtype(dtype) for spec in abstract.specs), dtype  # not all are
     shardings = target_shardings(abstract, targets)
     if isinstance(source, OrbaxSource):
         return source.restore(abstract, shardings, progress)
@@ -51,14 +52,19 @@ def load_params(
     if check_numbers:
         check_values(source, refs, progress)
     meter = ProgressMeter("loading", params_bytes(abstract), progress)
-    params: list[list[jax.Array]] = [[] for _ in targets]
-    for spec, per_target in zip(abstract.specs, shardings, strict=True):
-        for arrays, array in zip(
-            params, _place(source, refs[spec.path], spec, per_target), strict=True
-        ):
-            arrays.append(array)
+    parts = {
+        spec.path: _Part(spec, per_target)
+        for spec, per_target in zip(abstract.specs, shardings, strict=True)
+    }
+    for spec in abstract.specs:
+        if not spec.is_scale:  # a scale is made with its weight
+            scales = [parts[spec.scale_path]] if spec.summed else []
+            _place(source, refs[spec.path], [parts[spec.path], *scales])
         meter.add(spec_bytes(spec), spec.path)
-    return [tuple(arrays) for arrays in params]
+    return [
+        tuple(parts[spec.path].array(target) for spec in abstract.specs)
+        for target in range(len(targets))
+    ]
 
 
 def target_shardings(
@@ -85,27 +91,48 @@ def params_bytes(abstract: AbstractParams) -> int:
     return sum(spec_bytes(spec) for spec in abstract.specs)
 
 
-def _place(
-    source: TensorSource, ref: TensorRef, spec: ParamSpec, shardings: Sequence[NamedSharding]
-) -> list[jax.Array]:
-    """One parameter on every mesh. Waits for the copies, so that the block can be freed."""
-    maps = [_device_bounds(sharding, spec.shape) for sharding in shardings]
-    shards: list[dict[jax.Device, jax.Array]] = [{} for _ in shardings]
-    for block in _blocks(
-        spec.shape, [bounds for by_device in maps for bounds in by_device.values()]
-    ):
-        values = np.asarray(ref.read(source.read_slice, _slices(block)))
-        values = np.ascontiguousarray(values.astype(spec.dtype, copy=False))
-        for by_device, placed in zip(maps, shards, strict=True):
+class _Part:
+    """One parameter on its way to every mesh."""
+
+    def __init__(self, spec: ParamSpec, shardings: Sequence[NamedSharding]) -> None:
+        self.spec, self._shardings = spec, shardings
+        self._bounds = [_device_bounds(sharding, spec.shape) for sharding in shardings]
+        self._shards: list[dict[jax.Device, jax.Array]] = [{} for _ in shardings]
+
+    def blocks(self) -> list[tuple[Bounds, ...]]:
+        """Blocks to be read one after another; those of an int8 weight hold whole channels."""
+        whole = {dim: (0, self.spec.shape[dim]) for dim in self.spec.summed}
+        shards = (bounds for by_device in self._bounds for bounds in by_device.values())
+        return _blocks(
+            self.spec.shape,
+            (tuple(whole.get(dim, one) for dim, one in enumerate(shard)) for shard in shards),
+        )
+
+    def put(self, values: HostArray, block: Sequence[Bounds]) -> None:
+        """Copy the shards within `block` to their devices. Waits, so that it can be freed."""
+        values = np.ascontiguousarray(values.astype(self.spec.dtype, copy=False))
+        for by_device, placed in zip(self._bounds, self._shards, strict=True):
             wanted = {d: b for d, b in by_device.items() if d not in placed and _within(b, block)}
             placed.update(_put_shards(values, block, wanted))
-        jax.block_until_ready([list(placed.values()) for placed in shards])
-    return [
-        jax.make_array_from_single_device_arrays(
-            spec.shape, sharding, [placed[device] for device in by_device]
+        jax.block_until_ready([list(placed.values()) for placed in self._shards])
+
+    def array(self, target: int) -> jax.Array:
+        """The whole of it on one mesh, when everything was put."""
+        placed = [self._shards[target][device] for device in self._bounds[target]]
+        return jax.make_array_from_single_device_arrays(
+            self.spec.shape, self._shardings[target], placed
         )
-        for sharding, by_device, placed in zip(shardings, maps, shards, strict=True)
-    ]
+
+
+def _place(source: TensorSource, ref: TensorRef, parts: Sequence[_Part]) -> None:
+    """A parameter, or an int8 weight and its scales, to every mesh."""
+    summed = parts[0].spec.summed
+    for block in parts[0].blocks():
+        values = np.asarray(ref.read(source.read_slice, _slices(block)))
+        arrays = quantize(values, summed) if summed else (values,)
+        channels = [bounds for dim, bounds in enumerate(block) if dim not in summed]
+        for part, array, own in zip(parts, arrays, (block, channels), strict=False):
+            part.put(array, own)
 
 
 def _put_shards(

@@ -19,7 +19,7 @@ from jpd.checkpoint.gguf_config import config_from_gguf
 from jpd.checkpoint.gguf_file import open_gguf
 from jpd.checkpoint.gguf_source import gguf_source
 from jpd.checkpoint.gguf_tokenizer import tokenizer_from_gguf
-from jpd.checkpoint.orbax_source import OrbaxSource, is_orbax_folder, open_orbax
+from jpd.checkpoint.orbax_source import OrbaxSource, is_orbax_folder, open_orbax, stored_format
 from jpd.checkpoint.package_weights import (
     assembled_weights,
     cache_folder,
@@ -30,7 +30,7 @@ from jpd.checkpoint.safetensors_source import open_safetensors
 from jpd.checkpoint.sentencepiece_tokenizer import SentencePieceTokenizer, load_sentencepiece_file
 from jpd.checkpoint.source import TensorSource
 from jpd.errors import ConfigError, Problem
-from jpd.nn.config import DecoderConfig
+from jpd.nn.config import DecoderConfig, WeightFormat
 from jpd.nn.families import config_from_hf
 from jpd.tokenizer import (
     HuggingFaceTokenizer,
@@ -80,11 +80,18 @@ class Model:
         return self.source
 
 
-def open_model(spec: str, *, chat_template: str | None = None, need_weights: bool = True) -> Model:
+def open_model(
+    spec: str,
+    *,
+    chat_template: str | None = None,
+    weights: WeightFormat | None = None,
+    need_weights: bool = True,
+) -> Model:
     """Open the model that `spec` names. Raises ConfigError with everything that is wrong with it.
 
-    `chat_template` is a file that replaces the model's own template. Without `need_weights` only
-    the configuration is read: `source` and `tokenizer` are None.
+    `chat_template` is a file that replaces the model's own template; `weights` how matrices are to
+    be held, None: as the card or the checkpoint has it. Without `need_weights` only the
+    configuration is read: `source` and `tokenizer` are None.
     """
     path = Path(spec).expanduser()
     if path.suffix == ".toml" and path.is_file():
@@ -98,6 +105,8 @@ def open_model(spec: str, *, chat_template: str | None = None, need_weights: boo
         if card is None:
             raise ConfigError([_not_found(spec)])
         model = _from_card(read_card(card), spec, need_weights)
+    if weights is not None:
+        model = with_weights(model, weights)
     if chat_template is not None:
         model = replace(model, tokenizer=_with_template(model, Path(chat_template)))
     return model
@@ -114,6 +123,7 @@ def _not_found(spec: str) -> Problem:
 
 def _from_card(card: ModelCard, spec: str, need_weights: bool) -> Model:
     config = config_from_hf(card.config, str(card.path))
+    config = replace(config, weights=card.weights.format)
     model = _model(card.name, spec, config, card.config)
     model = replace(model, num_params=card.num_params, hint=_hint(card))
     weights = _card_weights(card) if need_weights else None
@@ -121,6 +131,8 @@ def _from_card(card: ModelCard, spec: str, need_weights: bool) -> Model:
         return model
     found = _from_folder(weights, spec) if weights.is_dir() else _from_gguf(weights, spec)
     _check_same(card, weights, config, found.config)
+    if found.config.weights == "int8":  # whatever the card says: there is nothing else to serve
+        model = replace(model, config=found.config)
     eos_ids = _union(model.eos_token_ids, found.eos_token_ids)
     return replace(
         model,
@@ -156,12 +168,15 @@ def _card_weights(card: ModelCard) -> Path | None:
     return weights.path
 
 
+FREE_IN_CARDS = ("eos_token_ids", "bos_token_id", "weights")
+
+
 def _check_same(card: ModelCard, weights: Path, told: DecoderConfig, found: DecoderConfig) -> None:
     """The card must describe the weights it points to."""
     problems = []
     for item in fields(DecoderConfig):
         ours, theirs = getattr(told, item.name), getattr(found, item.name)
-        if item.name not in ("eos_token_ids", "bos_token_id") and ours != theirs:
+        if item.name not in FREE_IN_CARDS and ours != theirs:
             rule = f"the weights in {weights} say {theirs!r}"
             problems.append(Problem(str(card.path), f"config ({item.name})", ours, rule))
     if problems:
@@ -184,6 +199,8 @@ def _from_folder(folder: Path, spec: str, need_weights: bool = True) -> Model:
         raise ConfigError([Problem("--model", "model", spec, rule)])
     raw = _read_json(folder / "config.json")
     config = config_from_hf(raw, str(folder / "config.json"))
+    if is_orbax_folder(folder):
+        config = replace(config, weights=stored_format(folder))
     name = folder.resolve().name
     if not need_weights:
         return _model(name, spec, config, raw)
@@ -278,6 +295,15 @@ def _check_vocabulary(tokenizer: Tokenizer, config: DecoderConfig, file: str) ->
         raise ConfigError([Problem(file, "tokenizer", tokenizer.vocab_size, rule)])
     message = "%s: special tokens from id %d on have no embedding; prompts with them are refused"
     logger.warning(message, file, config.vocab_size)
+
+
+def with_weights(model: Model, weights: WeightFormat) -> Model:
+    """The model with its matrices held so. Raises ConfigError when they are int8 in the file."""
+    source = model.source
+    if isinstance(source, OrbaxSource) and not source.is_float and weights == "float":
+        rule = f"{source.location} was written as {source.weights}: its numbers are rounded already"
+        raise ConfigError([Problem(model.spec, "weights", weights, rule)])
+    return replace(model, config=replace(model.config, weights=weights))
 
 
 def _with_template(model: Model, path: Path) -> Tokenizer:

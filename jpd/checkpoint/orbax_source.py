@@ -6,23 +6,26 @@ Called by `model_source` (open), `load` (restore) and `convert` (the names).
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
+from jpd.checkpoint.int8 import quantize_on_devices
 from jpd.checkpoint.progress import ProgressCallback, ProgressMeter
 from jpd.errors import ConfigError, Problem
+from jpd.nn.config import WeightFormat
 from jpd.nn.params import AbstractParams, ParamSpec
 
 MARKER_NAME = "jpd_checkpoint.json"
 PARAMS_NAME = "params"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raised whenever the shape or the meaning of a parameter changes."""
 
 RESTORE_GROUP_BYTES = 1 << 28
@@ -34,6 +37,7 @@ class OrbaxSource:
     """An opened Orbax folder. Numbers were checked when it was written."""
 
     folder: Path
+    weights: WeightFormat = "float"  # how the matrices are stored
 
     @property
     def location(self) -> str:
@@ -60,45 +64,54 @@ class OrbaxSource:
         """The parameters on each mesh; every device reads its own part. Blocks.
 
         `shardings` holds for each parameter its sharding on each mesh. Raises ConfigError when
-        names or shapes are not those of the model.
+        names or shapes are not those of the model. Floating-point matrices become int8 where
+        `abstract` has them so.
         """
         self._check(abstract)
+        places = {s.path: where for s, where in zip(abstract.specs, shardings, strict=True)}
+        stored = [spec for spec in abstract.specs if not (spec.is_scale and self.is_float)]
         num_targets = len(shardings[0]) if shardings else 0
         total = sum(_spec_bytes(spec) for spec in abstract.specs)
         meter = ProgressMeter("loading", total, progress)
         restored: list[dict[str, jax.Array]] = [{} for _ in range(num_targets)]
-        pairs = list(zip(abstract.specs, shardings, strict=True))
-        for group in _groups(pairs):
+        for group in _groups(stored):
             for target, arrays in enumerate(restored):
-                wanted = [(spec, per_target[target]) for spec, per_target in group]
-                arrays.update(self._restore_group(wanted))
-            for spec, _ in group:
+                there = {path: where[target] for path, where in places.items()}
+                arrays.update(self._restore_group(group, there))
+            for spec in group:
                 meter.add(_spec_bytes(spec), spec.path)
         return [tuple(arrays[spec.path] for spec in abstract.specs) for arrays in restored]
 
+    @property
+    def is_float(self) -> bool:
+        return self.weights == "float"
+
     def _restore_group(
-        self, wanted: Sequence[tuple[ParamSpec, NamedSharding]]
+        self, wanted: Sequence[ParamSpec], places: Mapping[str, NamedSharding]
     ) -> dict[str, jax.Array]:
-        item = {
-            spec.path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
-            for spec, sharding in wanted
-        }
-        restore_args = {
-            spec.path: ocp.ArrayRestoreArgs(
-                sharding=sharding, global_shape=spec.shape, dtype=spec.dtype
-            )
-            for spec, sharding in wanted
-        }
+        item, restore_args = {}, {}
+        for spec in wanted:
+            dtype = jnp.dtype(jnp.float32) if spec.summed and self.is_float else spec.dtype
+            place: Any = {"sharding": places[spec.path], "dtype": dtype}
+            item[spec.path] = jax.ShapeDtypeStruct(spec.shape, **place)
+            restore_args[spec.path] = ocp.ArrayRestoreArgs(global_shape=spec.shape, **place)
         args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
         with _checkpointer() as checkpointer:
             arrays: dict[str, jax.Array] = checkpointer.restore(self.folder / PARAMS_NAME, args)
         jax.block_until_ready(arrays)
+        for spec in wanted if self.is_float else ():
+            if spec.summed:
+                there = (places[spec.path], places[spec.scale_path])
+                made = quantize_on_devices(arrays[spec.path], spec.summed, *there)
+                arrays[spec.path], arrays[spec.scale_path] = made
         return arrays
 
     def _check(self, abstract: AbstractParams) -> None:
         problems = []
         shapes = self.read_shapes()
         for spec in abstract.specs:
+            if spec.is_scale and self.is_float:
+                continue
             found = shapes.get(spec.path)
             if found is None:
                 rule = f"the model needs this parameter, of shape {list(spec.shape)}"
@@ -123,7 +136,12 @@ def open_orbax(folder: Path) -> OrbaxSource:
             [Problem(str(folder / MARKER_NAME), "layout", marker.get("layout"), rule)]
         )
     _check_files(folder, marker.get("file_bytes"))
-    return OrbaxSource(folder.resolve())
+    return OrbaxSource(folder.resolve(), stored_format(folder))
+
+
+def stored_format(folder: Path) -> WeightFormat:
+    """How the matrices are stored. Raises ConfigError."""
+    return "int8" if _read_marker(folder).get("weights") == "int8" else "float"
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
@@ -164,17 +182,15 @@ def _spec_bytes(spec: ParamSpec) -> int:
     return spec.num_params * np.dtype(spec.dtype).itemsize
 
 
-def _groups(
-    pairs: Sequence[tuple[ParamSpec, tuple[NamedSharding, ...]]],
-) -> Iterator[list[tuple[ParamSpec, tuple[NamedSharding, ...]]]]:
+def _groups(specs: Sequence[ParamSpec]) -> Iterator[list[ParamSpec]]:
     """Runs of parameters of at most RESTORE_GROUP_BYTES, at least one each."""
-    group: list[tuple[ParamSpec, tuple[NamedSharding, ...]]] = []
+    group: list[ParamSpec] = []
     num_bytes = 0
-    for spec, per_target in pairs:
+    for spec in specs:
         if group and num_bytes + _spec_bytes(spec) > RESTORE_GROUP_BYTES:
             yield group
             group, num_bytes = [], 0
-        group.append((spec, per_target))
+        group.append(spec)
         num_bytes += _spec_bytes(spec)
     if group:
         yield group

@@ -9,6 +9,7 @@ from flax import nnx
 from jpd.kernels.attention import paged_attention, write_pages
 from jpd.nn.config import DecoderConfig, LayerConfig
 from jpd.nn.layers import RMSNorm, param
+from jpd.nn.linear import Linear
 from jpd.nn.rope import RopeTables, apply_rope
 
 
@@ -32,10 +33,14 @@ class Attention(nnx.Module):
         group = config.num_heads // kv_heads
         q_shape, q_axes = (kv_heads, group, head), ("kv_heads", "group", "head_dim")
         k_shape, k_axes = (kv_heads, head), ("kv_heads", "head_dim")
-        self.q = param((embed, *q_shape), dtype, ("embed", *q_axes))
-        self.k = param((embed, *k_shape), dtype, ("embed", *k_axes))
-        self.v = param((embed, *k_shape), dtype, ("embed", *k_axes))
-        self.o = param((*q_shape, embed), dtype, (*q_axes, "embed"))
+        into_q, into_k = ((embed, *shape) for shape in (q_shape, k_shape))
+        q_in_axes, k_in_axes = ("embed", *q_axes), ("embed", *k_axes)
+        out, out_axes = (*q_shape, embed), (*q_axes, "embed")
+        int8 = config.weights == "int8"
+        self.q = Linear("btd,dkgh->btkgh", into_q, dtype, q_in_axes, int8=int8)
+        self.k = Linear("btd,dkh->btkh", into_k, dtype, k_in_axes, int8=int8)
+        self.v = Linear("btd,dkh->btkh", into_k, dtype, k_in_axes, int8=int8)
+        self.o = Linear("btkgh,kghd->btd", out, dtype, out_axes, int8=int8)
         if config.qkv_bias:
             self.q_bias = param(q_shape, dtype, q_axes)
             self.k_bias = param(k_shape, dtype, k_axes)
@@ -72,13 +77,11 @@ class Attention(nnx.Module):
             softcap=config.attention_softcap,
             sinks=self.sinks[...] if config.attention_sinks else None,
         )
-        out = jnp.einsum("btkgh,kghd->btd", attended, self.o[...])
+        out = self.o(attended)
         return (out + self.o_bias[...] if config.o_bias else out), pages
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q = jnp.einsum("btd,dkgh->btkgh", x, self.q[...])
-        k = jnp.einsum("btd,dkh->btkh", x, self.k[...])
-        v = jnp.einsum("btd,dkh->btkh", x, self.v[...])
+        q, k, v = self.q(x), self.k(x), self.v(x)
         if self.config.qkv_bias:
             return q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         return q, k, v

@@ -8,6 +8,7 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 NormStyle = Literal["pre", "pre_post", "post"]
+WeightFormat = Literal["float", "int8"]
 RouterStyle = Literal["softmax_topk", "topk_softmax", "sigmoid_group"]
 
 
@@ -106,6 +107,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     mla: MlaConfig | None = None
+    weights: WeightFormat = "float"  # how matrices are held; norms, biases and routers never int8
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -13,7 +13,8 @@ from flax import nnx
 
 from jpd.nn.attention import Attention, Placement
 from jpd.nn.config import DecoderConfig, LayerConfig, RopeConfig
-from jpd.nn.layers import RMSNorm, param, softcap
+from jpd.nn.layers import RMSNorm, softcap
+from jpd.nn.linear import Embedding
 from jpd.nn.mla import LatentAttention
 from jpd.nn.mlp import MLP
 from jpd.nn.moe import MoE
@@ -53,6 +54,7 @@ class Layer(nnx.Module):
                 dtype,
                 act=config.activation,
                 bias=config.mlp_bias,
+                int8=config.weights == "int8",
             )
         else:
             self.moe = MoE(config, layer.moe, dtype)
@@ -86,13 +88,14 @@ class Decoder(nnx.Module):
     """A decoder-only transformer over a paged KV cache."""
 
     def __init__(self, config: DecoderConfig, dtype: jnp.dtype) -> None:
-        self.embed = param((config.vocab_size, config.embed_dim), dtype, ("vocab", "embed"))
+        table, int8 = (config.vocab_size, config.embed_dim), config.weights == "int8"
+        self.embed = Embedding(*table, dtype, int8=int8)
         self.layers = nnx.List([Layer(config, layer, dtype) for layer in config.layers])
         self.final_norm = RMSNorm(
             (config.embed_dim,), dtype, ("embed",), eps=config.norm_eps, offset=config.norm_offset
         )
         if not config.tied_embeddings:
-            self.head = param((config.vocab_size, config.embed_dim), dtype, ("vocab", "embed"))
+            self.head = Embedding(*table, dtype, int8=int8)
         self.config = config
 
     def __call__(
@@ -100,7 +103,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """int32 tokens and positions [B, T] → hidden states [B, T, D] and the new pages."""
         config = self.config
-        x = self.embed[...][tokens]
+        x = self.embed.rows(tokens)
         if config.embed_scale != 1.0:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         place = _place(positions, kv[0].shape[1], batch)
@@ -116,10 +119,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] → float32 logits [..., V]."""
         config = self.config
-        table = (self.embed if config.tied_embeddings else self.head)[...]
-        logits = jnp.einsum(
-            "...d,vd->...v", self.final_norm(hidden), table, preferred_element_type=jnp.float32
-        )
+        head = self.embed if config.tied_embeddings else self.head
+        logits = head(self.final_norm(hidden), jnp.dtype(jnp.float32))
         if config.logits_scale != 1.0:
             logits = logits * config.logits_scale
         return softcap(logits, config.logits_softcap)

@@ -15,11 +15,16 @@ from jpd.nn.config import Activation
 Axes = tuple[str, ...]
 
 
-def param(shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes) -> nnx.Param[jax.Array]:
-    """A parameter without memory: shape, dtype and one logical axis name per dimension."""
+def param(
+    shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes, summed: tuple[int, ...] = ()
+) -> nnx.Param[jax.Array]:
+    """A parameter without memory: shape, dtype and one logical axis name per dimension.
+
+    `summed`: of an int8 weight, the dims that share one scale.
+    """
     assert len(shape) == len(axes)
     value: Any = jax.ShapeDtypeStruct(shape, dtype)
-    return nnx.Param(value, axes=axes)
+    return nnx.Param(value, axes=axes, summed=summed)
 
 
 class RMSNorm(nnx.Module):

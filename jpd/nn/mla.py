@@ -12,7 +12,8 @@ from flax import nnx
 from jpd.kernels.attention import paged_attention, write_pages
 from jpd.nn.attention import Placement
 from jpd.nn.config import DecoderConfig, LayerConfig, MlaConfig
-from jpd.nn.layers import RMSNorm, param
+from jpd.nn.layers import Axes, RMSNorm, param
+from jpd.nn.linear import Linear
 from jpd.nn.rope import RopeTables, apply_rope
 
 
@@ -23,19 +24,26 @@ class LatentAttention(nnx.Module):
         self, config: DecoderConfig, mla: MlaConfig, layer: LayerConfig, dtype: jnp.dtype
     ) -> None:
         embed, heads, rank = config.embed_dim, config.num_heads, mla.kv_lora_rank
+        int8 = config.weights == "int8"
         q_in, q_axis = embed, "embed"
         if mla.q_lora_rank:
             q_in, q_axis = mla.q_lora_rank, "q_rank"
-            self.q_a = param((embed, q_in), dtype, ("embed", q_axis))
+            axes: Axes = ("embed", q_axis)
+            self.q_a = Linear("btd,dr->btr", (embed, q_in), dtype, axes, int8=int8)
             self.q_a_norm = RMSNorm((q_in,), dtype, (q_axis,), eps=mla.norm_eps)
         q_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        self.q = param((q_in, heads, q_dim), dtype, (q_axis, "heads", "head_dim"))
-        self.kv_a = param((embed, config.kv_width), dtype, ("embed", "kv_rank"))
+        shape, axes = (q_in, heads, q_dim), (q_axis, "heads", "head_dim")
+        self.q = Linear("btr,rnh->btnh", shape, dtype, axes, int8=int8)
+        into_kv, axes = (embed, config.kv_width), ("embed", "kv_rank")
+        self.kv_a = Linear("btd,dr->btr", into_kv, dtype, axes, int8=int8)
         self.kv_a_norm = RMSNorm((rank,), dtype, ("kv_rank",), eps=mla.norm_eps)
         up_axes = ("heads", "head_dim", "kv_rank")
-        self.k_up = param((heads, mla.qk_nope_head_dim, rank), dtype, up_axes)
-        self.v_up = param((heads, mla.v_head_dim, rank), dtype, up_axes)
-        self.o = param((heads, mla.v_head_dim, embed), dtype, ("heads", "head_dim", "embed"))
+        shape = (heads, mla.qk_nope_head_dim, rank)
+        self.k_up = Linear("btnh,nhr->btnr", shape, dtype, up_axes, int8=int8)
+        shape = (heads, mla.v_head_dim, rank)
+        self.v_up = Linear("btnr,nvr->btnv", shape, dtype, up_axes, int8=int8)
+        shape, axes = (heads, mla.v_head_dim, embed), ("heads", "head_dim", "embed")
+        self.o = Linear("btnv,nvd->btd", shape, dtype, axes, int8=int8)
         if config.qkv_bias:
             self.kv_a_bias = param((config.kv_width,), dtype, ("kv_rank",))
             if mla.q_lora_rank:
@@ -61,13 +69,12 @@ class LatentAttention(nnx.Module):
             softcap=self.config.attention_softcap,
             value_columns=(0, self.mla.kv_lora_rank),
         )[:, :, 0]
-        values = jnp.einsum("btnr,nvr->btnv", attended, self.v_up[...])
-        out = jnp.einsum("btnv,nvd->btd", values, self.o[...])
+        out = self.o(self.v_up(attended))
         return (out + self.o_bias[...] if self.config.o_bias else out), pages
 
     def _latents(self, x: jax.Array, tables: RopeTables | None) -> jax.Array:
         """[B, T, rank + rope]: what is cached."""
-        both = x @ self.kv_a[...]
+        both = self.kv_a(x)
         if self.config.qkv_bias:
             both = both + self.kv_a_bias[...]
         latent, key = jnp.split(both, [self.mla.kv_lora_rank], axis=-1)
@@ -77,9 +84,9 @@ class LatentAttention(nnx.Module):
     def _queries(self, x: jax.Array, tables: RopeTables | None) -> jax.Array:
         """[B, T, N, rank + rope]: queries in the space of what is cached."""
         if self.mla.q_lora_rank:
-            x = x @ self.q_a[...]
+            x = self.q_a(x)
             x = self.q_a_norm(x + self.q_a_bias[...] if self.config.qkv_bias else x)
-        queries = jnp.einsum("btr,rnh->btnh", x, self.q[...])
-        plain, turned = jnp.split(queries, [self.mla.qk_nope_head_dim], axis=-1)
-        plain = jnp.einsum("btnh,nhr->btnr", plain, self.k_up[...])
-        return jnp.concatenate([plain, apply_rope(turned, tables, self.layer.rope)], axis=-1)
+        plain, turned = jnp.split(self.q(x), [self.mla.qk_nope_head_dim], axis=-1)
+        return jnp.concatenate(
+            [self.k_up(plain), apply_rope(turned, tables, self.layer.rope)], axis=-1
+        )

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jpd.nn.config import DecoderConfig, MoeConfig
 from jpd.nn.layers import activation, param
+from jpd.nn.linear import Linear
 from jpd.nn.mlp import MLP
 
 
@@ -24,27 +25,32 @@ class MoE(nnx.Module):
             self.router_bias = param((experts,), dtype, ("routed",))
         if moe.score_correction_bias:  # decides between close experts: never rounded
             self.score_correction = param((experts,), jnp.dtype(jnp.float32), ("routed",))
-        self.gate = param((experts, embed, mlp), dtype, into)
-        self.up = param((experts, embed, mlp), dtype, into)
-        self.down = param((experts, mlp, embed), dtype, out)
+        shape, int8 = (experts, embed, mlp), config.weights == "int8"
+        self.gate = Linear("btd,edf->btef", shape, dtype, into, int8=int8)
+        self.up = Linear("btd,edf->btef", shape, dtype, into, int8=int8)
+        shape, product = (experts, mlp, embed), "btef,efd->bted" if int8 else "btef,efd->btd"
+        self.down = Linear(product, shape, dtype, out, int8=int8)
         if moe.expert_bias:
             self.gate_bias = param((experts, mlp), dtype, ("experts", "expert_mlp"))
             self.up_bias = param((experts, mlp), dtype, ("experts", "expert_mlp"))
             self.down_bias = param((experts, embed), dtype, ("experts", "embed"))
         if moe.num_shared_experts:
             shared_dim = moe.num_shared_experts * mlp
-            self.shared = MLP(embed, shared_dim, dtype, act=config.activation, bias=config.mlp_bias)
-        self.moe, self.act = moe, config.activation
+            self.shared = MLP(
+                embed, shared_dim, dtype, act=config.activation, bias=config.mlp_bias, int8=int8
+            )
+        self.moe, self.act, self.int8 = moe, config.activation, int8
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, T, D] → the same shape."""
         weights = self._weights(x).astype(x.dtype)
-        gate = jnp.einsum("btd,edf->btef", x, self.gate[...])
-        up = jnp.einsum("btd,edf->btef", x, self.up[...])
+        gate, up = self.gate(x), self.up(x)
         if self.moe.expert_bias:
             gate, up = gate + self.gate_bias[...], up + self.up_bias[...]
         hidden = self._activate(gate, up) * weights[..., None]
-        out = jnp.einsum("btef,efd->btd", hidden, self.down[...])
+        out = self.down(hidden)
+        if self.int8:  # each expert has scales of its own, so its sums stay apart until here
+            out = out.sum(axis=2)
         if self.moe.expert_bias:
             out = out + weights @ self.down_bias[...]
         return out + self.shared(x) if self.moe.num_shared_experts else out

@@ -20,10 +20,21 @@ from jpd.nn.decoder import Decoder
 class ParamSpec:
     """One parameter: its place in the module tree, and one logical axis name per dimension."""
 
-    path: str  # such as layers.0.attn.q
+    path: str  # such as layers.0.attn.q.weight
     shape: tuple[int, ...]
     dtype: jnp.dtype
     axes: tuple[str, ...]
+    summed: tuple[int, ...] = ()  # of an int8 weight: the dims that share one scale
+
+    @property
+    def is_scale(self) -> bool:
+        """It holds the scales of an int8 weight, and stands in no checkpoint but jpd's own."""
+        return self.path.endswith(".scale")
+
+    @property
+    def scale_path(self) -> str:
+        """Of an int8 weight: the parameter that holds its scales."""
+        return self.path.removesuffix("weight") + "scale"
 
     @property
     def num_params(self) -> int:
@@ -50,7 +61,8 @@ class AbstractParams:
 
     @property
     def num_params(self) -> int:
-        return sum(spec.num_params for spec in self.specs)
+        """As published: scales do not count."""
+        return sum(spec.num_params for spec in self.specs if not spec.is_scale)
 
 
 def abstract_params(config: DecoderConfig, dtype: Any) -> AbstractParams:
@@ -63,9 +75,8 @@ def abstract_params(config: DecoderConfig, dtype: Any) -> AbstractParams:
     ):
         value = variable.get_value()
         name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-        specs.append(
-            ParamSpec(name, tuple(value.shape), value.dtype, variable.get_metadata("axes"))
-        )
+        axes, summed = (variable.get_metadata(key) for key in ("axes", "summed"))
+        specs.append(ParamSpec(name, tuple(value.shape), value.dtype, axes, summed))
     assert treedef.num_leaves == len(specs)
     return AbstractParams(DecoderDef(graphdef, treedef), tuple(specs))
 

@@ -59,7 +59,8 @@ def test_a_card_has_the_published_number_of_parameters(card: Path) -> None:
     billions, step = PUBLISHED[card.stem]
     assert abs(abstract.num_params / 1e9 - billions) <= step / 2
     if card.stem in NOT_EMBEDDING:
-        tables = sum(s.num_params for s in abstract.specs if s.path in ("embed", "head"))
+        outer = ("embed.weight", "head.weight")
+        tables = sum(s.num_params for s in abstract.specs if s.path in outer)
         assert (abstract.num_params - tables) / 1e9 == pytest.approx(
             NOT_EMBEDDING[card.stem], rel=0.01
         )
@@ -80,3 +81,27 @@ def test_every_card_is_checked_against_every_mesh(
             assert all(problem.file and problem.key for problem in error.problems)
         else:
             assert plan.num_params == describe(config, jnp.bfloat16).num_params
+
+
+@pytest.mark.parametrize("line", ['weights = "int8"', '[weights]\nformat = "int8"'])
+def test_a_card_may_ask_for_int8(tmp_path: Path, line: str) -> None:
+    text = (ROOT / "models" / "llama-3.1-8b.toml").read_text()
+    head, config = text.partition("[config]")[::2]
+    config = config.partition("[weights]")[0]
+    top, table = (line + "\n", "") if line.startswith("weights") else ("", line + "\n")
+    card = tmp_path / "mine.toml"
+    card.write_text(f"{head}{top}[config]{config}{table}")
+    model = open_model(str(card), need_weights=False)
+    assert model.config.weights == "int8"
+    assert open_model(str(card), need_weights=False, weights="float").config.weights == "float"
+    assert describe(model.config, jnp.bfloat16).num_params == model.num_params
+
+
+def test_a_card_with_another_format_is_refused(tmp_path: Path) -> None:
+    card = tmp_path / "mine.toml"
+    text = (ROOT / "models" / "llama-2-7b.toml").read_text()
+    card.write_text(
+        text.replace("[config]", 'weights = "int4"\n[config]').partition("[weights]")[0]
+    )
+    with pytest.raises(ConfigError, match="weights = 'int4': must be one of float, int8"):
+        open_model(str(card), need_weights=False)

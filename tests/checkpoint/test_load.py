@@ -113,8 +113,9 @@ def test_numbers_are_those_of_the_file(golden_llama3: Path) -> None:
     tensors = read_tensors(golden_llama3)
     q = tensors[Q_NAME].astype(np.float32)  # [heads * head_dim, embed]
     expected = q.reshape(2, 2, 16, 64).transpose(3, 0, 1, 2)
-    np.testing.assert_array_equal(np.asarray(params["layers.0.attn.q"]), expected)
-    np.testing.assert_array_equal(np.asarray(params["embed"]), tensors[EMBED].astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(params["layers.0.attn.q.weight"]), expected)
+    table = np.asarray(params["embed.weight"])
+    np.testing.assert_array_equal(table, tensors[EMBED].astype(np.float32))
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 4), (1, 2, 4)])
@@ -250,5 +251,6 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(checkpoint: Path) -> N
 
 def test_tied_embeddings_are_stored_once(golden_llama3: Path) -> None:
     (params,) = load_model(open_model(str(golden_llama3)))
-    assert "head" not in params
-    assert sum(array.shape == params["embed"].shape for array in jax.tree.leaves(params)) == 1
+    assert "head.weight" not in params
+    shape = params["embed.weight"].shape
+    assert sum(array.shape == shape for array in jax.tree.leaves(params)) == 1

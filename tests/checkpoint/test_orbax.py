@@ -140,6 +140,28 @@ def test_the_dtype_can_be_chosen(golden_llama3: Path, tmp_path: Path) -> None:
     assert_equal_params(left, right)
 
 
+def test_int8_is_the_same_whenever_it_is_made(golden_llama3: Path, tmp_path: Path) -> None:
+    """While safetensors are loaded, while they are converted, or while floats are restored."""
+    direct = load_model(open_model(str(golden_llama3), weights="int8"), (1, 2))
+    stored = convert(str(golden_llama3), tmp_path / "int8", weights="int8")
+    floats = convert(str(golden_llama3), tmp_path / "float")
+    assert stored.num_bytes < 0.6 * floats.num_bytes
+    assert stored.num_params == floats.num_params
+    later = load_model(open_model(str(floats.folder), weights="int8"), (1, 2))
+    opened = open_model(str(stored.folder))
+    assert opened.config.weights == "int8"
+    for one, other, third in zip(direct, later, load_model(opened, (1, 2)), strict=True):
+        assert_equal_params(one, other)
+        assert_equal_params(one, third)
+
+
+def test_rounded_numbers_are_not_served_as_exact_ones(golden_llama3: Path, tmp_path: Path) -> None:
+    done = convert(str(golden_llama3), tmp_path / "int8", weights="int8")
+    assert open_model(str(done.folder), need_weights=False).config.weights == "int8"
+    with pytest.raises(ConfigError, match="was written as int8"):
+        open_model(str(done.folder), weights="float")
+
+
 def test_parameters_are_read_one_after_another(
     golden_llama3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +261,7 @@ def test_a_broken_marker_is_refused(spoiled: Path, text: str | None) -> None:
         open_model(str(spoiled))
 
 
-@pytest.mark.parametrize("name", ["_METADATA", "embed/.zarray", "embed/0.0"])
+@pytest.mark.parametrize("name", ["_METADATA", "embed.weight/.zarray", "embed.weight/0.0"])
 def test_a_missing_file_is_named(spoiled: Path, name: str) -> None:
     (spoiled / PARAMS_NAME / name).unlink()
     with pytest.raises(ConfigError, match=f"{name}: bytes = None"):
@@ -247,7 +269,7 @@ def test_a_missing_file_is_named(spoiled: Path, name: str) -> None:
 
 
 def test_a_truncated_file_is_named_with_both_sizes(spoiled: Path) -> None:
-    path = spoiled / PARAMS_NAME / "embed" / "0.0"
+    path = spoiled / PARAMS_NAME / "embed.weight" / "0.0"
     raw = path.read_bytes()
     path.write_bytes(raw[:100])
     with pytest.raises(ConfigError, match=f"0.0: bytes = 100: was written with {len(raw)} bytes"):
@@ -261,6 +283,6 @@ def test_a_config_that_does_not_fit_is_refused(spoiled: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_model(open_model(str(spoiled)))
     message = str(caught.value)
-    assert "layers.0.mlp.up = [64, 96]" in message
+    assert "layers.0.mlp.up.weight = [64, 96]" in message
     assert "[64, 128]" in message
-    assert "layers.3.attn.q = 'missing'" in message
+    assert "layers.3.attn.q.weight = 'missing'" in message

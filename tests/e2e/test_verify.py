@@ -1,5 +1,6 @@
 """`jpd verify` and `generate` as commands, in this process: they hold, and they can fail."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from jpd import cli_verify
 from jpd.cli import main
+from jpd.cli_against import Exact, report
 from jpd.transfer.faulty import Fault, FaultyTransfer
 from tests.e2e.conftest import write_tiny_mesh
 
@@ -83,6 +85,48 @@ def test_prompts_of_a_file(
     prompts.write_text("this checkpoint has no tokenizer\n")
     assert verify(golden_llama3, "--prompts", str(prompts)) == 2
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_int8_against_float32(
+    golden_llama3: Path, verify: Verify, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--weights", "int8", "--against", "float32", "--max-tokens", "8")
+    assert verify(golden_llama3, *more) == 0
+    out = capsys.readouterr().out
+    figures = r"int8: max \|Δlogit\| = 0\.\d+, mean 0\.0\d+, greedy \d+/72 against float32"
+    assert re.fullmatch(figures, out.strip())
+
+
+def test_what_is_far_from_float32_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """One prompt token, two of the continuation; the logits of the last token are of no use."""
+    logits = np.eye(3, 4, dtype=np.float32)
+    other = logits + np.array([[0, 0, 0, 0], [0, 0, 1.5, 0], [0, 0, 0, 0]], np.float32)
+    exact = Exact([[7, 0, 1]], [logits], [2])
+    assert report("int8", exact, [other], atol=2.0) == 0
+    line = "int8: max |Δlogit| = 1.5, mean 0.125, greedy 1/2 against float32\n"
+    assert capsys.readouterr().out == line
+    assert report("int8", exact, [other], atol=1.0) == 1
+    assert "differs: max |Δlogit| is above --atol 1" in capsys.readouterr().out
+    assert report("int8", exact, [other * np.nan], atol=1.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "served as float32 already"),
+        (("--golden", "x.npz"), "another comparison than --golden"),
+    ],
+)
+def test_nothing_to_compare_is_exit_2(
+    golden_llama3: Path,
+    verify: Verify,
+    capsys: pytest.CaptureFixture[str],
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    assert verify(golden_llama3, "--against", "float32", *more) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_verify_needs_two_roles(golden_llama3: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def test_gemma3_with_vision_is_read_as_its_text_decoder() -> None:
     assert [i for i, layer in enumerate(config.layers) if layer.sliding_window is None] == [
         *range(5, 34, 6)
     ]
-    names = FAMILIES[config.family].tensors(config)["layers.0.attn.q"].names
+    names = FAMILIES[config.family].tensors(config)["layers.0.attn.q.weight"].names
     assert names == ("language_model.model.layers.0.self_attn.q_proj.weight",)
 
 

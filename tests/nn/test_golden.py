@@ -71,7 +71,7 @@ def test_a_wrong_weight_is_seen() -> None:
     model = golden_model("llama3")
     prompts, leaves = model.expected["prompts"][:1], model.leaves
     paths = [spec.path for spec in model.abstract.specs]
-    broken = paths.index("layers.1.attn.v")
+    broken = paths.index("layers.1.attn.v.weight")
     model.leaves = (*leaves[:broken], leaves[broken][:, ::-1], *leaves[broken + 1 :])
     try:
         assert np.abs(model.whole(prompts) - model.expected["logits"][:1]).max() > 0.1

@@ -72,6 +72,6 @@ def test_leaves_come_back_in_their_places() -> None:
     leaves = [jnp.full(spec.shape, i, spec.dtype) for i, spec in enumerate(abstract.specs)]
     decoder = rebuild(abstract.graphdef, leaves)
     places = {spec.path: i for i, spec in enumerate(abstract.specs)}
-    assert decoder.embed[0, 0] == places["embed"]
-    assert decoder.layers[2].mlp.down[0, 0] == places["layers.2.mlp.down"]
+    assert decoder.embed.weight[0, 0] == places["embed.weight"]
+    assert decoder.layers[2].mlp.down.weight[0, 0] == places["layers.2.mlp.down.weight"]
     assert decoder.layers[1].attn_norm.weight[0] == places["layers.1.attn_norm.weight"]

@@ -37,7 +37,7 @@ def test_each_device_holds_its_share_of_the_weights() -> None:
     sharded = ShardedModel(golden_model("llama3"), tensor=4)
     for spec, leaf in zip(sharded.model.abstract.specs, sharded.leaves, strict=True):
         share = leaf.addressable_shards[0].data.size / leaf.size
-        kv = spec.path.endswith((".k", ".v"))  # two heads: each on two devices
+        kv = spec.path.endswith((".k.weight", ".v.weight"))  # two heads: each on two devices
         assert share == (1.0 if "norm" in spec.path else 0.5 if kv else 0.25), spec.path
 
 

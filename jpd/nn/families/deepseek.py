@@ -97,20 +97,20 @@ def _attention_tensors(config: DecoderConfig, path: str, name: str) -> dict[str,
         (0, 1, 2),
     )
     refs = {
-        f"{path}.kv_a": linear(
+        f"{path}.kv_a.weight": linear(
             f"{name}.kv_a_proj_with_mqa.weight", embed, (rank + mla.qk_rope_head_dim,)
         ),
         f"{path}.kv_a_norm.weight": vector(f"{name}.kv_a_layernorm.weight", (rank,)),
-        f"{path}.k_up": replace(up, windows=((1, 0, nope),)),
-        f"{path}.v_up": replace(up, windows=((1, nope, nope + value),)),
-        f"{path}.o": linear_from(f"{name}.o_proj.weight", (heads, value), embed),
+        f"{path}.k_up.weight": replace(up, windows=((1, 0, nope),)),
+        f"{path}.v_up.weight": replace(up, windows=((1, nope, nope + value),)),
+        f"{path}.o.weight": linear_from(f"{name}.o_proj.weight", (heads, value), embed),
     }
     if mla.q_lora_rank:
-        refs[f"{path}.q_a"] = linear(f"{name}.q_a_proj.weight", embed, (mla.q_lora_rank,))
+        refs[f"{path}.q_a.weight"] = linear(f"{name}.q_a_proj.weight", embed, (mla.q_lora_rank,))
         refs[f"{path}.q_a_norm.weight"] = vector(f"{name}.q_a_layernorm.weight", (mla.q_lora_rank,))
-        refs[f"{path}.q"] = linear(f"{name}.q_b_proj.weight", mla.q_lora_rank, q_dims)
+        refs[f"{path}.q.weight"] = linear(f"{name}.q_b_proj.weight", mla.q_lora_rank, q_dims)
     else:
-        refs[f"{path}.q"] = linear(f"{name}.q_proj.weight", embed, q_dims)
+        refs[f"{path}.q.weight"] = linear(f"{name}.q_proj.weight", embed, q_dims)
     if config.qkv_bias:
         refs |= _bias_tensors(config, mla, path, name)
     return refs

@@ -99,11 +99,11 @@ def outer_tensors(config: DecoderConfig) -> dict[str, TensorRef]:
     """Embedding, last norm and, when it is not tied, the head."""
     table = (config.vocab_size, config.embed_dim)
     refs = {
-        "embed": matrix("model.embed_tokens.weight", table),
+        "embed.weight": matrix("model.embed_tokens.weight", table),
         "final_norm.weight": vector("model.norm.weight", (config.embed_dim,)),
     }
     if not config.tied_embeddings:
-        refs["head"] = matrix("lm_head.weight", table)
+        refs["head.weight"] = matrix("lm_head.weight", table)
     return refs
 
 
@@ -120,10 +120,10 @@ def attention_tensors(config: DecoderConfig, path: str, name: str) -> dict[str, 
     embed, k_dims = config.embed_dim, (config.num_kv_heads, config.head_dim)
     q_dims = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
     refs = {
-        f"{path}.q": linear(f"{name}.q_proj.weight", embed, q_dims),
-        f"{path}.k": linear(f"{name}.k_proj.weight", embed, k_dims),
-        f"{path}.v": linear(f"{name}.v_proj.weight", embed, k_dims),
-        f"{path}.o": linear_from(f"{name}.o_proj.weight", q_dims, embed),
+        f"{path}.q.weight": linear(f"{name}.q_proj.weight", embed, q_dims),
+        f"{path}.k.weight": linear(f"{name}.k_proj.weight", embed, k_dims),
+        f"{path}.v.weight": linear(f"{name}.v_proj.weight", embed, k_dims),
+        f"{path}.o.weight": linear_from(f"{name}.o_proj.weight", q_dims, embed),
     }
     if config.qkv_bias:
         for letter, dims in (("q", q_dims), ("k", k_dims), ("v", k_dims)):
@@ -144,9 +144,9 @@ def mlp_tensors(
 ) -> dict[str, TensorRef]:
     embed, mlp = config.embed_dim, mlp_dim or config.mlp_dim
     refs = {
-        f"{path}.gate": linear(f"{name}.gate_proj.weight", embed, (mlp,)),
-        f"{path}.up": linear(f"{name}.up_proj.weight", embed, (mlp,)),
-        f"{path}.down": linear(f"{name}.down_proj.weight", mlp, (embed,)),
+        f"{path}.gate.weight": linear(f"{name}.gate_proj.weight", embed, (mlp,)),
+        f"{path}.up.weight": linear(f"{name}.up_proj.weight", embed, (mlp,)),
+        f"{path}.down.weight": linear(f"{name}.down_proj.weight", mlp, (embed,)),
     }
     if config.mlp_bias:
         for letter, dim in (("gate", mlp), ("up", mlp), ("down", embed)):

@@ -52,9 +52,9 @@ def expert_tensors(
         return TensorRef(files, one.file_shape, one.splits, one.order, one.starts, is_stacked=True)
 
     return {
-        f"{path}.gate": stacked(gate, embed, mlp),
-        f"{path}.up": stacked(up, embed, mlp),
-        f"{path}.down": stacked(down, mlp, embed),
+        f"{path}.gate.weight": stacked(gate, embed, mlp),
+        f"{path}.up.weight": stacked(up, embed, mlp),
+        f"{path}.down.weight": stacked(down, mlp, embed),
     }
 
 

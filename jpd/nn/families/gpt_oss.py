@@ -64,7 +64,7 @@ def _moe_tensors(
     refs = router_tensor(config, moe, path, f"{name}.router")
     refs[f"{path}.router_bias"] = vector(f"{name}.router.bias", (experts,))
     for turn, half in enumerate(("gate", "up")):
-        refs[f"{path}.{half}"] = TensorRef(
+        refs[f"{path}.{half}.weight"] = TensorRef(
             (f"{name}.experts.gate_up_proj",),
             (experts, embed, 2 * mlp),
             ((experts,), (embed,), (mlp, 2)),
@@ -78,7 +78,7 @@ def _moe_tensors(
             (0, 1),
             windows=((2, turn, turn + 1),),
         )
-    refs[f"{path}.down"] = TensorRef(
+    refs[f"{path}.down.weight"] = TensorRef(
         (f"{name}.experts.down_proj",),
         (experts, mlp, embed),
         ((experts,), (mlp,), (embed,)),

@@ -29,13 +29,13 @@ def tensors(config: DecoderConfig) -> dict[str, TensorRef]:
         fused = f"model.layers.{i}.self_attn.qkv_proj.weight"
         first_row = 0
         for letter, dims in (("q", q_dims), ("k", q_dims[::2]), ("v", q_dims[::2])):
-            refs[f"layers.{i}.attn.{letter}"] = linear(
+            refs[f"layers.{i}.attn.{letter}.weight"] = linear(
                 fused, embed, dims, first_row=first_row, num_rows=q_rows + 2 * k_rows
             )
             first_row += q_rows if letter == "q" else k_rows
         fused = f"model.layers.{i}.mlp.gate_up_proj.weight"
         for n, half in enumerate(("gate", "up")):
-            refs[f"layers.{i}.mlp.{half}"] = linear(
+            refs[f"layers.{i}.mlp.{half}.weight"] = linear(
                 fused,
                 embed,
                 (config.mlp_dim,),
