@@ -14,7 +14,7 @@ from jpd.bench.results import Result
 from jpd.cache.page_allocator import PageAllocator
 from jpd.cache.prefix_cache import PrefixCache
 from jpd.config import CacheConfig, EngineConfig
-from jpd.engine.buckets import ShapeBuckets
+from jpd.engine.buckets import DecodeShape, ShapeBuckets
 from jpd.engine.decode import DecodeEngine, DecodeRow
 from jpd.engine.decode_state import DecodeState, empty_state
 from jpd.engine.functions import ModelFunctions
@@ -36,7 +36,7 @@ def run() -> list[Result]:
     target = TARGET_MICROSECONDS
     return [
         Result(f"page allocator: alloc, share, free {per}", _allocator(), "us", target),
-        Result(f"prefill scheduler: add, pick, remove {per}", _scheduler(), "us", target),
+        Result(f"prefill scheduler: add, first, remove {per}", _scheduler(), "us", target),
         Result(f"decode engine, per row and step, {NUM_SLOTS} rows", _decode(), "us", target),
         Result(f"prefix cache: match, insert {PROMPT_TOKENS} tokens {per}", _prefixes(), "us"),
     ]
@@ -93,8 +93,8 @@ def _scheduler() -> float:
         scheduler = PrefillScheduler()
         for number, length in enumerate(lengths):
             scheduler.add(str(number), length, now=0.0, priority=0, deadline=600.0)
-        while (task := scheduler.pick()) is not None:
-            scheduler.remove(task)
+        while task := scheduler.first(1):
+            scheduler.remove(task[0])
 
     return _best(work, NUM_SLOTS)
 
@@ -151,6 +151,6 @@ class _PaperFunctions(ModelFunctions):
         return state
 
     def decode(
-        self, leaves: Sequence[Any], layers: Any, state: DecodeState, shape: tuple[int, int]
+        self, leaves: Sequence[Any], layers: Any, state: DecodeState, shape: DecodeShape
     ) -> tuple[Any, DecodeState, StepResults]:
         return layers, state, self._results
