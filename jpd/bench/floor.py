@@ -16,7 +16,7 @@ from jpd.errors import ConfigError, Problem
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import ParamSpec
 
-HEADS = ("head", "embed")  # the second where embeddings are tied
+HEADS = ("head.weight", "embed.weight")  # the second where embeddings are tied
 
 
 class Floor:
