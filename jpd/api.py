@@ -23,16 +23,17 @@ import numpy.typing as npt
 
 from jpd.checkpoint.model_source import Model, open_model
 from jpd.checkpoint.progress import ProgressCallback
-from jpd.config import DeploymentConfig
+from jpd.config import DeploymentConfig, load_deployment, resolve_dtypes
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.backend import Backend
+from jpd.frontend.guided_fields import GUIDED_NAMES
 from jpd.frontend.job import GenerateJob, read_sampling
 from jpd.frontend.loop_thread import LoopThread
 from jpd.frontend.prompts import ServedModel, read_prompts
 from jpd.frontend.server import Endpoints
 from jpd.frontend.service import Generation, TextDelta
+from jpd.guidance.compiler import GrammarCompiler
 from jpd.launch.inprocess import TransferWrapper, launch_workers
-from jpd.mesh_file import load_deployment, resolve_dtypes
 from jpd.metrics import Metrics
 from jpd.nn.config import WeightFormat
 from jpd.planner.deployment_plan import plan_deployment
@@ -60,6 +61,11 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    response_format: Mapping[str, object] | None  # as OpenAI has it: text, json_object, json_schema
+    structured_outputs: Mapping[str, object] | None  # one of json, regex, choice, json_object
+    guided_json: Mapping[str, object] | str | None  # a JSON schema
+    guided_regex: str | None  # the whole answer matches it
+    guided_choice: Sequence[str] | None  # the answer is one of these
     n: int  # choices for each prompt
     echo: bool  # the text of a choice begins with its prompt
     include_stop_str_in_output: bool
@@ -72,8 +78,10 @@ class GenerateOptions(TypedDict, total=False):
 
 _SAMPLING_NAMES = frozenset(
     (
-        "max_tokens min_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos"
-    ).split()
+        *("max_tokens min_tokens temperature top_p top_k min_p seed").split(),
+        *("stop stop_token_ids ignore_eos").split(),
+        *GUIDED_NAMES,
+    )
 )
 
 
@@ -82,6 +90,9 @@ class Fleet(Protocol):
 
     @property
     def clients(self) -> Sequence[WorkerClient]: ...
+
+    @property
+    def grammars(self) -> GrammarCompiler | None: ...
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]: ...
 
@@ -154,7 +165,11 @@ class Server:
         self._loop = LoopThread()
         try:
             self._backend = Backend(
-                self._fleet.clients, self._model, self._deployment, self.metrics
+                self._fleet.clients,
+                self._model,
+                self._deployment,
+                self.metrics,
+                self._fleet.grammars,
             )
             self._loop.run(self._backend.start())
         except BaseException:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jpd.errors import RequestError
+from jpd.grammar import Grammar
 
 FinishReason = Literal["stop", "length"]
 
@@ -66,6 +67,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None  # what the answer must match
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jpd.config import DeploymentConfig
+from jpd.config import DeploymentConfig, find_mesh_file, load_deployment
 from jpd.errors import ConfigError, Problem
-from jpd.mesh_file import find_mesh_file, load_deployment
 
 HOST = """
 [[host]]

@@ -17,8 +17,12 @@ from jpd.cache.kv_cache import KVCache
 from jpd.engine.buckets import DecodeShape, decode_rows
 from jpd.engine.decode_state import DecodeState, one_row
 from jpd.engine.functions import ModelFunctions
+from jpd.engine.guided_rows import GuidedRows
 from jpd.engine.results import FINISH_REASONS, Outcome, StepResults
 from jpd.engine.steps import Leaves
+from jpd.engine.token_masks import TokenMasks, make_masks
+from jpd.errors import RequestError
+from jpd.guidance.guide import Guide
 from jpd.request import FinishReason, SamplingParams
 
 MAX_CALL_SECONDS = 0.010
@@ -26,6 +30,9 @@ MAX_CALL_SECONDS = 0.010
 
 SMOOTHING = 0.2
 """Weight of the newest call in the measured time of a step."""
+
+GUIDE_WAIT_SECONDS = 0.002
+"""How long a step waits for guides when no row can go on without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,7 @@ class DecodeRow:
     num_tokens: int  # of the prompt, all in the pages
     sampling: SamplingParams  # max_tokens and seed are set; the first token counts
     stop_token_ids: tuple[int, ...] = ()
+    guide: Guide | None = None  # it has taken the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class DecodeDone:
     attempt_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    error: RequestError | None = None  # its grammar cannot be followed; the row has ended
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +112,7 @@ class DecodeEngine:
         self._num_generations = 0
         self._last_finish_time = 0.0
         self._seconds_per_step = float("inf")  # until one was measured
+        self._guided = GuidedRows()
 
     @property
     def has_work(self) -> bool:
@@ -148,6 +158,8 @@ class DecodeEngine:
         running = _Running(row, slot, self._num_generations, row.num_tokens, last_position)
         self._by_slot[slot] = self._by_attempt[row.attempt_id] = running
         self._arrived[slot] = state
+        if row.guide is not None:
+            self._guided.add(row.attempt_id, row.guide)
 
     def _row_state(self, row: DecodeRow) -> DecodeState:
         return one_row(
@@ -169,6 +181,7 @@ class DecodeEngine:
             self._departed.append(running.slot)
 
     def _release(self, running: _Running) -> None:
+        self._guided.remove(running.row.attempt_id)
         del self._by_attempt[running.row.attempt_id]
         self._by_slot[running.slot] = None
         heapq.heappush(self._free_slots, running.slot)
@@ -178,11 +191,25 @@ class DecodeEngine:
 
         `nobody_waits`: the call may take several steps, after which whoever came can join.
         """
-        nobody_waits &= not (self._arrived or self._departed)
+        nobody_waits &= not (self._arrived or self._departed or self._guided)
+        done = self._judge()
         batch = self._schedule()
         if batch:
             self._run(batch, self._build(batch, self._num_steps(batch) if nobody_waits else 1))
-        return self._commit(num_unread=1 if batch else 0)
+        done += self._commit(num_unread=1 if batch else 0)
+        if not batch and not done:
+            self._guided.wait(GUIDE_WAIT_SECONDS)
+        return done
+
+    def _judge(self) -> list[DecodeDone]:
+        """Tell the tokens of guided rows whose guides have come to a verdict on them."""
+        done = []
+        for verdict in self._guided.settle():
+            if verdict.is_complete or verdict.error is not None:
+                self.remove(verdict.attempt_id)
+            reason: FinishReason | None = "stop" if verdict.is_complete else None
+            done.append(DecodeDone(verdict.attempt_id, verdict.token_ids, reason, verdict.error))
+        return done
 
     def _schedule(self) -> list[_Running]:
         """Tell the device who left and who came. Returns the rows that need another token."""
@@ -192,7 +219,11 @@ class DecodeEngine:
             self._state = self._functions.insert(self._state, row, slot)
         self._departed.clear()
         self._arrived.clear()
-        return [running for running in self._by_attempt.values() if running.num_left > 0]
+        return [
+            running
+            for running in self._by_attempt.values()
+            if running.num_left > 0 and self._guided.can_step(running.row.attempt_id)
+        ]
 
     def _num_steps(self, batch: list[_Running]) -> int:
         """Several steps when somebody needs them and no stream is held up by them."""
@@ -211,13 +242,23 @@ class DecodeEngine:
     def _run(self, batch: list[_Running], shape: DecodeShape) -> None:
         now = time.monotonic()
         self._cache.layers, self._state, results = self._functions.decode(
-            self._leaves, self._cache.layers, self._state, shape
+            self._leaves, self._cache.layers, self._state, shape, self._masks(batch, shape[0])
         )
         results.copy_to_host_async()
         slots = tuple((running.slot, running.generation) for running in batch)
         self._in_flight.append(_InFlight(results, slots, shape.num_steps, now))
         for running in batch:
             running.position += min(shape.num_steps, running.num_left)
+
+    def _masks(self, batch: list[_Running], num_rows: int) -> TokenMasks | None:
+        """Masks of the guided rows that take part; the others pause. None: no row is guided."""
+        if not self._guided:
+            return None
+        by_attempt = self._guided.start(running.row.attempt_id for running in batch)
+        by_slot = {self._by_attempt[name].slot: mask for name, mask in by_attempt.items()}
+        guided_slots = {self._by_attempt[name].slot for name in self._guided}
+        paused = [slot for slot in guided_slots - by_slot.keys() if slot < num_rows]
+        return make_masks(num_rows, self._functions.vocab_size, by_slot, paused)
 
     def _commit(self, num_unread: int) -> list[DecodeDone]:
         """Read results until `num_unread` calls are left; those of removed rows are dropped."""
@@ -237,6 +278,9 @@ class DecodeEngine:
                 if finish_reason is not None:
                     self._release(running)
                 token_ids = results.token_ids(slot)
+                if running.row.attempt_id in self._guided:  # told with the verdict on it
+                    self._guided.take(running.row.attempt_id, token_ids[-1])
+                    continue
                 done.append(DecodeDone(running.row.attempt_id, token_ids, finish_reason))
         return done
 

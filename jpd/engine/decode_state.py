@@ -94,14 +94,16 @@ def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
     )
 
 
-def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, StepResults]:
-    """Take a step's tokens [B], one for each active slot."""
+def advance(
+    state: DecodeState, tokens: jax.Array, takes_part: jax.Array
+) -> tuple[DecodeState, StepResults]:
+    """Take a step's tokens [B], one for each active slot that took part; the others stay."""
     positions = state.positions + 1
-    outcomes = outcomes_of(tokens, positions, state.sampling, state.last_position, state.active)
+    outcomes = outcomes_of(tokens, positions, state.sampling, state.last_position, takes_part)
     updated = dataclasses.replace(
         state,
-        tokens=jnp.where(state.active, tokens, state.tokens),
-        positions=jnp.where(state.active, positions, state.positions),
-        active=outcomes == Outcome.RUNNING.value,
+        tokens=jnp.where(takes_part, tokens, state.tokens),
+        positions=jnp.where(takes_part, positions, state.positions),
+        active=jnp.where(takes_part, outcomes == Outcome.RUNNING.value, state.active),
     )
     return updated, one_token_results(tokens, outcomes)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
-from jpd.engine.buckets import ChunkShape, DecodeShape, ShapeBuckets
+from jpd.engine.buckets import ChunkShape, DecodeShape, ShapeBuckets, decode_rows
 from jpd.engine.decode_state import DecodeState, deactivate, empty_state, insert_row
 from jpd.engine.page_moves import PageMoves
 from jpd.engine.prefill_chunk import PrefillChunk, make_chunk, prompt_rows
@@ -29,6 +29,7 @@ from jpd.engine.steps import (
     decode_step,
     prefill_chunk,
 )
+from jpd.engine.token_masks import TokenMasks, open_masks
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import abstract_params
 from jpd.parallel.sharding import sharding_for
@@ -46,6 +47,7 @@ class ModelFunctions:
         buckets: ShapeBuckets,
         num_slots: int,
     ) -> None:
+        self.vocab_size = config.vocab_size
         self.mesh, self.spec, self.buckets, self.num_slots = mesh, spec, buckets, num_slots
         self.moves = PageMoves(spec, mesh, buckets)
         params = abstract_params(config, dtype)
@@ -55,19 +57,24 @@ class ModelFunctions:
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._pool = (sharding_for(mesh, POOL_AXES, spec.layer_shape),) * spec.num_layers
-        self._prefill = self._jit_step(prefill_chunk)
-        self._logits = self._jit_step(chunk_logits)
+        self._prefill = self._jit_chunk(prefill_chunk, num_inputs=2)
+        self._logits = self._jit_chunk(chunk_logits, num_inputs=1)
         self._decode = {
             shape: self._jit_decode(shape) for shape in buckets.decode_shapes(num_slots)
+        }
+        chunk_rows = (shape.num_rows for shape in buckets.prefill_shapes)
+        self._open_masks: dict[int, TokenMasks] = {
+            num_rows: jax.device_put(open_masks(num_rows, config.vocab_size), self._replicated)
+            for num_rows in {*decode_rows(num_slots), *chunk_rows}
         }
         in_place: dict[str, Any] = {"out_shardings": self._replicated, "donate_argnums": 0}
         self._insert = jax.jit(insert_row, **in_place)
         self._deactivate = jax.jit(deactivate, **in_place)
 
-    def _jit_step(self, step: Any) -> jax.stages.Wrapped:
+    def _jit_chunk(self, step: Any, num_inputs: int) -> jax.stages.Wrapped:
         return jax.jit(
             _named(functools.partial(step, self._definition), step.__name__),
-            in_shardings=(self.param_shardings, self._pool, self._replicated),
+            in_shardings=(self.param_shardings, self._pool, *(self._replicated,) * num_inputs),
             out_shardings=(self._pool, self._replicated),
             donate_argnums=1,
         )
@@ -76,28 +83,47 @@ class ModelFunctions:
         step = functools.partial(decode_step, self._definition, shape)
         return jax.jit(
             _named(step, f"decode_{shape.num_steps}_steps_{shape.num_rows}x{shape.width}"),
-            in_shardings=(self.param_shardings, self._pool, self._replicated),
+            in_shardings=(self.param_shardings, self._pool, *(self._replicated,) * 2),
             out_shardings=(self._pool, self._replicated, self._replicated),
             donate_argnums=(1, 2),
         )
 
     def prefill(
-        self, leaves: Leaves, layers: Layers, chunk: PrefillChunk
+        self,
+        leaves: Leaves,
+        layers: Layers,
+        chunk: PrefillChunk,
+        masks: TokenMasks | None = None,
     ) -> tuple[Layers, StepResults]:
-        """Compute one chunk. Donates layers."""
-        layers, results = self._prefill(leaves, layers, chunk)
+        """Compute one chunk. `masks` None: no row is guided. Donates layers."""
+        on_devices = self._masks(masks, chunk.start.shape[0])
+        layers, results = self._prefill(leaves, layers, chunk, on_devices)
         return layers, results
 
     def decode(
-        self, leaves: Leaves, layers: Layers, state: DecodeState, shape: DecodeShape
+        self,
+        leaves: Leaves,
+        layers: Layers,
+        state: DecodeState,
+        shape: DecodeShape,
+        masks: TokenMasks | None = None,
     ) -> tuple[Layers, DecodeState, StepResults]:
         """Tokens for every active slot. `shape`, of ShapeBuckets.decode_shapes: its rows cover all
-        active slots, its width all their tokens after the call.
+        active slots, its width all their tokens after the call. `masks` None: no slot is guided;
+        else the shape is one of a single step.
 
         Donates layers and state.
         """
-        layers, state, results = self._decode[shape](leaves, layers, state)
+        on_devices = self._masks(masks, shape[0])
+        layers, state, results = self._decode[shape](leaves, layers, state, on_devices)
         return layers, state, results
+
+    def _masks(self, masks: TokenMasks | None, num_rows: int) -> TokenMasks:
+        """On the devices always: a call with arrays of the host would be another executable."""
+        if masks is None:
+            return self._open_masks[num_rows]
+        on_devices: TokenMasks = jax.device_put(masks, self._replicated)
+        return on_devices
 
     def insert(self, state: DecodeState, row: DecodeState, slot: int) -> DecodeState:
         """Put a state of one slot into a slot. Donates `state`."""

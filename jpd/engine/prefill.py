@@ -21,6 +21,8 @@ from jpd.engine.results import FINISH_REASONS, StepResults
 from jpd.engine.sampling import SamplingRows, sampling_row
 from jpd.engine.scheduler import PrefillScheduler
 from jpd.engine.steps import Leaves
+from jpd.engine.token_masks import TokenMasks, make_masks
+from jpd.guidance.guide import Mask
 from jpd.request import FinishReason, SamplingParams
 from jpd.transfer.protocol import KVPiece
 
@@ -42,6 +44,7 @@ class PrefillTask:
     deadline: float = float("inf")
     destination: str | None = None  # worker to send KV to; None: nothing travels
     send_from_page: int = 0  # the destination holds the pages before this one
+    mask: Mask | None = None  # of the first token's choice, when it is guided
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +240,7 @@ class PrefillEngine:
                 part.running.first_dispatch_time = now
                 self._send(part.running)  # cached pages that the destination lacks need not wait
         self._cache.layers, results = self._functions.prefill(
-            self._leaves, self._cache.layers, chunk
+            self._leaves, self._cache.layers, chunk, self._masks(batch)
         )
         results.copy_to_host_async()
         self._in_flight.append(_InFlight(batch, results, now))
@@ -246,6 +249,14 @@ class PrefillEngine:
             if part.is_last:
                 self._scheduler.remove(part.running.task.attempt_id)
             self._send(part.running)
+
+    def _masks(self, batch: _Batch) -> TokenMasks | None:
+        """Of the rows whose first tokens are guided. None: there is none."""
+        ends = [(part.last_row, part.running.task.mask) for part in batch.parts if part.is_last]
+        by_row = {row: mask for row, mask in ends if mask is not None}
+        if not by_row:
+            return None
+        return make_masks(batch.layout.num_rows, self._functions.vocab_size, by_row)
 
     def _send(self, running: _Running) -> None:
         """Gather and emit the complete pages that the destination lacks."""

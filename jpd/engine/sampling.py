@@ -25,6 +25,9 @@ NO_TOKEN = -1
 NUM_CANDIDATES = 256
 """Thresholds are sought among so many best tokens; where these are too few, by bisection."""
 
+BARRED = -1e30
+"""A logit that is taken only where all others are minus infinity."""
+
 ONE_BITS = 0x3F800000
 """1.0 as bits. Floats from 0 up are ordered as their bits are."""
 
@@ -120,12 +123,12 @@ def _sample_rows(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
 
 
 def _without_early_stops(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
-    """Stop ids made impossible in rows below their min_tokens."""
+    """Stop ids made the last choice in rows below their min_tokens; a mask still outweighs it."""
     num_rows, num_tokens = logits.shape
     is_early = (positions < rows.min_position)[:, None] & (rows.stop_ids != NO_TOKEN)
     columns = jnp.where(is_early, rows.stop_ids, num_tokens)  # out of range: dropped
     row_ids = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    return logits.at[row_ids, columns].set(-jnp.inf, mode="drop")
+    return logits.at[row_ids, columns].min(BARRED, mode="drop")
 
 
 def _uniforms(seeds: jax.Array, positions: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from jpd.engine.decode_state import DecodeState, advance, first_rows, with_first
 from jpd.engine.prefill_chunk import PrefillChunk
 from jpd.engine.results import StepResults, joined_results, one_token_results, outcomes_of
 from jpd.engine.sampling import SamplingRows, sample
+from jpd.engine.token_masks import TokenMasks, masked
 from jpd.nn.decoder import Decoder, PagedBatch
 from jpd.nn.params import DecoderDef, rebuild
 
@@ -23,7 +24,11 @@ Layers = tuple[jax.Array, ...]
 
 
 def prefill_chunk(
-    definition: DecoderDef, leaves: Leaves, layers: Layers, chunk: PrefillChunk
+    definition: DecoderDef,
+    leaves: Leaves,
+    layers: Layers,
+    chunk: PrefillChunk,
+    masks: TokenMasks,
 ) -> tuple[Layers, StepResults]:
     """Write the chunk's KV. Returns the pages and a token for each row that ends its prompt."""
     decoder = rebuild(definition, leaves)
@@ -33,7 +38,8 @@ def prefill_chunk(
     def sample_next() -> jax.Array:
         ends = jnp.maximum(chunk.num_valid - 1, 0)[:, None, None]
         last = jnp.take_along_axis(hidden, ends, axis=1)[:, 0]
-        return sample(decoder.logits(last), _running(chunk.sampling, chunk.is_last), positions)
+        logits = masked(decoder.logits(last), masks)
+        return sample(logits, _running(chunk.sampling, chunk.is_last), positions)
 
     tokens = jax.lax.cond(
         jnp.any(chunk.is_last), sample_next, lambda: jnp.zeros_like(chunk.num_valid)
@@ -67,6 +73,7 @@ def decode_step(
     leaves: Leaves,
     layers: Layers,
     whole: DecodeState,
+    masks: TokenMasks,
 ) -> tuple[Layers, DecodeState, StepResults]:
     """A token for every active slot of the first rows, or one after another of several steps.
 
@@ -75,7 +82,7 @@ def decode_step(
     decoder = rebuild(definition, leaves)
 
     def step(carry: tuple[Layers, DecodeState], _: None) -> tuple[Any, StepResults]:
-        layers, state, results = _decode_one(decoder, shape.width, *carry)
+        layers, state, results = _decode_one(decoder, shape.width, masks, *carry)
         return (layers, state), results
 
     carry = layers, first_rows(whole, shape.num_rows)
@@ -88,19 +95,19 @@ def decode_step(
 
 
 def _decode_one(
-    decoder: Decoder, width: int, layers: Layers, state: DecodeState
+    decoder: Decoder, width: int, masks: TokenMasks, layers: Layers, state: DecodeState
 ) -> tuple[Layers, DecodeState, StepResults]:
-    positions = jnp.where(state.active, state.positions, 0)
+    takes_part = state.active & ~masks.paused
+    positions = jnp.where(takes_part, state.positions, 0)
     batch = PagedBatch(
         page_table=state.page_table[:, :width],
-        kv_lengths=jnp.where(state.active, positions + 1, 0),
-        valid=state.active[:, None],
+        kv_lengths=jnp.where(takes_part, positions + 1, 0),
+        valid=takes_part[:, None],
     )
     hidden, layers = decoder(state.tokens[:, None], positions[:, None], layers, batch)
-    tokens = sample(
-        decoder.logits(hidden[:, 0]), _running(state.sampling, state.active), positions + 1
-    )
-    state, results = advance(state, tokens)
+    logits = masked(decoder.logits(hidden[:, 0]), masks)
+    tokens = sample(logits, _running(state.sampling, takes_part), positions + 1)
+    state, results = advance(state, tokens, takes_part)
     return layers, state, results
 
 

@@ -19,6 +19,7 @@ from jpd.frontend.operations import HealthReport, ServerFacts
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.server import Endpoints, FrontendServer
 from jpd.frontend.service import Generation, TextDelta, TextService
+from jpd.guidance.compiler import GrammarCompiler
 from jpd.metrics import Metrics
 from jpd.router.health import Health
 from jpd.router.router import Router
@@ -37,6 +38,7 @@ class Backend:
         model: ServedModel,
         deployment: DeploymentConfig,
         metrics: Metrics,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._metrics = metrics
         self._router = Router(
@@ -49,7 +51,7 @@ class Backend:
             vocab_size=model.vocab_size,
         )
         timeout_seconds = deployment.router.request_timeout_seconds
-        self._service = TextService(self._router, model, timeout_seconds)
+        self._service = TextService(self._router, model, timeout_seconds, grammars)
         self._doors: list[FrontendServer] = []
 
     @property

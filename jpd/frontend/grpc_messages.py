@@ -68,6 +68,15 @@ def _sampling_fields(message: jpd_pb2.SamplingParams) -> dict[str, object]:
     fields["stop"] = tuple(message.stop)
     fields["stop_token_ids"] = tuple(message.stop_token_ids)
     fields["ignore_eos"] = message.ignore_eos
+    match message.WhichOneof("guided"):
+        case None:
+            pass
+        case "choice":
+            fields["structured_outputs"] = {"choice": tuple(message.choice.texts)}
+        case "json_schema":
+            fields["structured_outputs"] = {"json": message.json_schema}
+        case name:
+            fields["structured_outputs"] = {name: getattr(message, name)}
     return fields
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jpd.errors import RequestError
+from jpd.frontend.guided_fields import GUIDED_NAMES, read_grammar
 from jpd.frontend.prompts import EncodedPrompt, Prompt, ServedModel, check_text, check_token_ids
 from jpd.frontend.sequence_text import TextRules
 from jpd.request import SamplingParams
@@ -73,6 +74,9 @@ def check_job(job: GenerateJob, model: ServedModel) -> None:
     check_token_ids("stop_token_ids", job.sampling.stop_token_ids, model.vocab_size)
     if job.sampling.stop:
         model.need_tokenizer("stop", job.sampling.stop)
+    grammar = job.sampling.grammar
+    if grammar is not None:
+        model.need_tokenizer(grammar.field, grammar.text or grammar.kind)
     if not job.prompts:
         raise RequestError("prompt", job.prompts, "must not be empty")
 
@@ -129,6 +133,8 @@ def read_sampling(
     """
     known = {item.name for item in dataclasses.fields(SamplingParams)}
     values = {**(defaults or {}), **fields}
+    grammar = read_grammar(values)
+    values = {name: value for name, value in values.items() if name not in GUIDED_NAMES}
     for name in values:
         if name not in known:
             raise RequestError(name, values[name], "is not a sampling parameter")
@@ -136,7 +142,7 @@ def read_sampling(
         values["stop"] = _read_stops(values["stop"])
     if "stop_token_ids" in values:
         values["stop_token_ids"] = tuple(_read_list("stop_token_ids", values["stop_token_ids"]))
-    return SamplingParams(**values)  # type: ignore[arg-type]
+    return SamplingParams(**values, grammar=grammar)  # type: ignore[arg-type]
 
 
 def _read_list(name: str, value: object) -> Sequence[object]:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from jpd.frontend.guided_fields import GUIDED_NAMES
+
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 
@@ -55,11 +57,49 @@ MessagesField = Annotated[
 ]
 StopField = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]})]
 IdsField = Annotated[Any, WithJsonSchema(_IDS)]
+_JSON_SCHEMA = {"type": "object", "description": "A JSON schema."}
+_JSON_OR_TEXT = {"anyOf": [_JSON_SCHEMA, {"type": "string", "description": "Its JSON."}]}
+ResponseFormatField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["schema"],
+                    "properties": {"name": {"type": "string"}, "schema": _JSON_SCHEMA},
+                },
+            },
+        }
+    ),
+]
+StructuredOutputsField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "description": "One of these.",
+            "properties": {
+                "json": _JSON_OR_TEXT,
+                "regex": {"type": "string"},
+                "choice": _TEXTS,
+                "json_object": {"type": "boolean"},
+            },
+        }
+    ),
+]
+GuidedJsonField = Annotated[Any, WithJsonSchema(_JSON_OR_TEXT)]
+TextsField = Annotated[Any, WithJsonSchema(_TEXTS)]
 
 
 _SAMPLING_NAMES = (
-    "max_tokens min_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos"
-).split()
+    *("max_tokens min_tokens temperature top_p top_k min_p seed").split(),
+    *("stop stop_token_ids ignore_eos").split(),
+    *GUIDED_NAMES,
+)
 
 
 class _Body(BaseModel):
@@ -104,6 +144,11 @@ class GenerationBody(_Body):
     stop: StopField = None
     stop_token_ids: IdsField = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormatField = None
+    structured_outputs: StructuredOutputsField = None
+    guided_json: GuidedJsonField = None
+    guided_regex: str | None = Field(None, description="the whole answer matches it")
+    guided_choice: TextsField = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = Field(

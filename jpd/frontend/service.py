@@ -24,6 +24,8 @@ from jpd.frontend.merge import merge
 from jpd.frontend.prompts import ChatMessage, ServedModel, check_text, check_token_ids, encode
 from jpd.frontend.sequence_text import SequenceText, TextRules
 from jpd.frontend.stop import StopPatterns
+from jpd.grammar import Grammar
+from jpd.guidance.compiler import GrammarCompiler
 from jpd.request import FinishReason, Request, Timeline, TokenOutput
 
 MAX_RUNNING_PER_JOB = 256
@@ -78,9 +80,15 @@ class TextService:
     """The text layer over one router and one model. `close` ends its tokenising threads."""
 
     def __init__(
-        self, router: TokenSource, model: ServedModel, request_timeout_seconds: float = 600.0
+        self,
+        router: TokenSource,
+        model: ServedModel,
+        request_timeout_seconds: float = 600.0,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        """`grammars` is the caller's to close; without one guided requests are refused."""
         self.model = model
+        self._grammars = grammars
         self._router = router
         self._request_timeout_seconds = request_timeout_seconds
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jpd-tokenize")
@@ -92,6 +100,7 @@ class TextService:
         """Check and tokenise. Raises RequestError for whatever the client did wrong."""
         sampling = job.sampling
         check_job(job, self.model)
+        await self._check_grammar(sampling.grammar)
         prompts = await self._in_thread(
             partial(encode, job.prompts, self.model, job.add_special_tokens)
         )
@@ -107,6 +116,14 @@ class TextService:
             skip_special_tokens=job.skip_special_tokens,
         )
         return PreparedJob(job, prompts, rules)
+
+    async def _check_grammar(self, grammar: Grammar | None) -> None:
+        """Compile it, on the compiler's threads. Raises RequestError when it cannot be followed."""
+        if grammar is None:
+            return
+        if self._grammars is None:
+            raise RequestError(grammar.field, grammar.kind, "is not supported by this server")
+        await asyncio.wrap_future(self._grammars.check(grammar))
 
     async def stream(self, prepared: PreparedJob) -> AsyncGenerator[TextDelta, None]:
         """Deltas of all choices as they come. Closing it cancels what still runs."""

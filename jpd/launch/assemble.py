@@ -19,6 +19,7 @@ from jpd.engine.compile_counter import CompileCounter
 from jpd.engine.decode import DecodeEngine
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.prefill import PrefillEngine
+from jpd.guidance.compiler import GrammarCompiler
 from jpd.launch.devices import num_pool_pages
 from jpd.launch.fleet import Member
 from jpd.nn.config import DecoderConfig
@@ -56,6 +57,7 @@ class Assembly:
     transfer: KVTransfer
     counter: CompileCounter
     can_prefill_locally: bool
+    grammars: GrammarCompiler | None  # None: the model has no tokenizer
 
     def wires_from(self, site: Site) -> dict[str, int]:
         """Parts in which KV travels to each other worker that decodes; {}: this one never sends."""
@@ -105,7 +107,7 @@ def assemble_worker(assembly: Assembly, site: Site) -> Member:
         assembly.transfer.register(site.name, site.mesh, worker.deliver)
     return Member(
         worker,
-        InProcessClient(worker),
+        InProcessClient(worker, assembly.grammars),
         lambda token_ids: functions.logits(site.leaves, token_ids),
     )
 
@@ -171,6 +173,7 @@ def _make_parts(assembly: Assembly, site: Site, engines: _Engines, pool: PagePoo
             num_slots=site.config.slots,
             max_model_len=assembly.max_model_len,
             transfer_timeout_seconds=assembly.deployment.router.transfer_timeout_seconds,
+            grammars=assembly.grammars,
         )
     if engines.prefill is not None:
         prefill = PrefillAttempts(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from jpd.engine.buckets import ShapeBuckets
 from jpd.engine.compile_counter import CompileCounter
+from jpd.guidance.compiler import GrammarCompiler
 from jpd.transfer.protocol import KVTransfer
 from jpd.worker.client import InProcessClient
 from jpd.worker.inbox import Call
@@ -37,6 +38,7 @@ class Fleet:
     compile_counter: CompileCounter
     buckets: ShapeBuckets
     max_model_len: int
+    grammars: GrammarCompiler | None = None  # None: the model has no tokenizer
     is_closed: bool = False
 
     @property
@@ -70,6 +72,8 @@ class Fleet:
             member.worker.close()
         self.transfer.close()
         self.compile_counter.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
 
 def on_thread(worker: Worker, action: Callable[[], T]) -> T:

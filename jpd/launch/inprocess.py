@@ -21,6 +21,7 @@ from jpd.checkpoint.progress import ProgressCallback
 from jpd.config import DeploymentConfig, WorkerConfig
 from jpd.engine.buckets import ShapeBuckets
 from jpd.engine.compile_counter import CompileCounter
+from jpd.guidance.compiler import GrammarCompiler
 from jpd.launch.assemble import Assembly, Site, assemble_worker
 from jpd.launch.devices import host_devices, only_host
 from jpd.launch.fleet import Fleet, Member
@@ -68,8 +69,18 @@ def launch_workers(
         transfer=transfer_wrapper(inner) if transfer_wrapper else inner,
         counter=CompileCounter(),
         can_prefill_locally=can_prefill_locally,
+        grammars=_grammar_compiler(model),
     )
     return _start(assembly)
+
+
+def _grammar_compiler(model: Model) -> GrammarCompiler | None:
+    """It reads its vocabulary while the workers compile."""
+    if model.tokenizer is None:
+        return None
+    grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size, model.eos_token_ids)
+    grammars.warm_up()
+    return grammars
 
 
 def _keep_executables() -> None:
@@ -95,7 +106,12 @@ def _start(assembly: Assembly) -> Fleet:
     """Assemble all workers and wait until every one has warmed up; closes all when one fails."""
     members: list[Member] = []
     fleet = Fleet(
-        members, assembly.transfer, assembly.counter, assembly.buckets, assembly.max_model_len
+        members,
+        assembly.transfer,
+        assembly.counter,
+        assembly.buckets,
+        assembly.max_model_len,
+        assembly.grammars,
     )
     try:
         members += (assemble_worker(assembly, site) for site in assembly.sites)

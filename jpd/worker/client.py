@@ -9,12 +9,15 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
 from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import WorkerLostError
+from jpd.guidance.compiler import GrammarCompiler
+from jpd.worker.guided import completes, guide_to_begin
 from jpd.worker.inbox import Call
 from jpd.worker.protocol import (
     Attempt,
@@ -34,8 +37,10 @@ Action = Callable[[], object]
 class InProcessClient:
     """Implements WorkerClient, for one event loop at a time. Made before the worker starts."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, grammars: GrammarCompiler | None = None) -> None:
+        """`grammars` None: the model has no text, nothing can be guided."""
         self._worker = worker
+        self._grammars = grammars
         self._loop: asyncio.AbstractEventLoop | None = None  # of the latest caller
         self._outgoing: list[tuple[asyncio.AbstractEventLoop, Action]] = []  # worker's thread only
         self._room_callbacks: list[Callable[[], None]] = []
@@ -55,10 +60,17 @@ class InProcessClient:
         return await self._or_cancel(attempt.attempt_id, asked)
 
     async def prefill(self, attempt: Attempt, reservation: Reservation) -> PrefillResult:
-        def start(answer: Answer[PrefillResult]) -> None:
-            self._worker.prefill(attempt, reservation, answer)
+        guide = await guide_to_begin(self._grammars, attempt)
+        mask = None if guide is None else guide.mask
 
-        return await self._or_cancel(attempt.attempt_id, self._ask_for_answer(start))
+        def start(answer: Answer[PrefillResult]) -> None:
+            self._worker.prefill(attempt, reservation, answer, mask)
+
+        result = await self._or_cancel(attempt.attempt_id, self._ask_for_answer(start))
+        if guide is None or result.finish_reason is not None:
+            return result
+        is_complete = await completes(guide, result.token_id)
+        return replace(result, finish_reason="stop") if is_complete else result
 
     async def decode(self, attempt_id: str, first_token_id: int) -> AsyncIterator[DecodeEvent]:
         loop = self._running_loop()

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 from jpd.engine.decode import DecodeDone, DecodeEngine, DecodeRow
 from jpd.errors import DeadlineError, JpdError, RequestError, TransferError, WorkerError
+from jpd.guidance.compiler import GrammarCompiler
 from jpd.transfer.protocol import ArrivedPiece
+from jpd.worker.guided import open_guide
 from jpd.worker.page_pool import HeldPages, PagePool
 from jpd.worker.protocol import Attempt, DecodeEvent, Reservation
 
@@ -61,12 +63,14 @@ class DecodeAttempts:
         max_model_len: int,
         transfer_timeout_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._worker, self._engine, self._pool = worker, engine, pool
         self.num_slots = num_slots
         self._max_model_len = max_model_len
         self._transfer_timeout_seconds = transfer_timeout_seconds
         self._clock = clock
+        self._grammars = grammars
         self._held: dict[str, DecodeAttempt] = {}
 
     @property
@@ -197,6 +201,7 @@ class DecodeAttempts:
             num_tokens=len(held.attempt.token_ids),
             sampling=held.attempt.sampling,
             stop_token_ids=held.attempt.stop_token_ids,
+            guide=open_guide(self._grammars, held.attempt, held.token_ids),
         )
 
     def step(self, *, nobody_waits: bool) -> None:
@@ -213,6 +218,9 @@ class DecodeAttempts:
     def _commit(self, done: DecodeDone) -> None:
         held = self.get(done.attempt_id)
         if held is None or held.sink is None:
+            return
+        if done.error is not None:
+            self._fail(held, done.error)
             return
         held.token_ids.extend(done.token_ids)
         held.sink(DecodeEvent(done.attempt_id, done.token_ids, done.finish_reason))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
 from jpd.errors import DeadlineError, JpdError, RequestError, TransferError, WorkerError
+from jpd.guidance.guide import Mask
 from jpd.transfer.protocol import KVPiece, KVTransfer
 from jpd.worker.page_pool import HeldPages, PagePool
 from jpd.worker.protocol import Attempt, PrefillResult, Reservation
@@ -50,6 +51,7 @@ class PrefillAttempt:
     answer: PrefillAnswer
     pages: HeldPages | None  # None: waits for room
     is_local: bool
+    mask: Mask | None = None  # of the first token's choice, when it is guided
 
 
 class PrefillAttempts:
@@ -101,7 +103,13 @@ class PrefillAttempts:
         deadlines = (held.attempt.deadline for held in self._held.values())
         return min(deadlines, default=float("inf"))
 
-    def start(self, attempt: Attempt, reservation: Reservation, answer: PrefillAnswer) -> None:
+    def start(
+        self,
+        attempt: Attempt,
+        reservation: Reservation,
+        answer: PrefillAnswer,
+        mask: Mask | None = None,
+    ) -> None:
         """Prefill for another worker's reservation."""
         self._refuse_duplicate(attempt)
         num_pages = self._pool.num_pages_for(len(attempt.token_ids))
@@ -112,17 +120,22 @@ class PrefillAttempts:
                 f"{self._max_model_len} tokens"
             )
             raise RequestError("prompt", len(attempt.token_ids), rule)
-        held = PrefillAttempt(attempt, reservation, answer, None, is_local=False)
+        held = PrefillAttempt(attempt, reservation, answer, None, is_local=False, mask=mask)
         self._held[attempt.attempt_id] = held
         self._num_releases_seen = -1
         self._admit()
 
     def start_local(
-        self, attempt: Attempt, reservation: Reservation, pages: HeldPages, answer: PrefillAnswer
+        self,
+        attempt: Attempt,
+        reservation: Reservation,
+        pages: HeldPages,
+        answer: PrefillAnswer,
+        mask: Mask | None = None,
     ) -> None:
         """Prefill into the pages that this worker itself reserved."""
         self._refuse_duplicate(attempt)
-        held = PrefillAttempt(attempt, reservation, answer, pages, is_local=True)
+        held = PrefillAttempt(attempt, reservation, answer, pages, is_local=True, mask=mask)
         self._held[attempt.attempt_id] = held
         self._add_task(held, pages)
 
@@ -166,6 +179,7 @@ class PrefillAttempts:
             deadline=attempt.deadline,
             destination=None if held.is_local else held.reservation.worker,
             send_from_page=held.reservation.num_cached_tokens // self._pool.page_size,
+            mask=held.mask,
         )
 
     def step(self) -> None:

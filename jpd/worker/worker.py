@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import JpdError, WorkerError, WorkerLostError
+from jpd.guidance.guide import Mask
 from jpd.transfer.protocol import ArrivedPiece, KVTransfer
 from jpd.worker.decode_attempts import DecodeAttempts, DecodeSink
 from jpd.worker.inbox import Call, Inbox
@@ -257,8 +258,17 @@ class Worker:
             return None
         return self._parts.decode.reserve(attempt)
 
-    def prefill(self, attempt: Attempt, reservation: Reservation, answer: PrefillAnswer) -> None:
-        """Prefill for a reservation, here or elsewhere; the answer comes when it is done."""
+    def prefill(
+        self,
+        attempt: Attempt,
+        reservation: Reservation,
+        answer: PrefillAnswer,
+        mask: Mask | None = None,
+    ) -> None:
+        """Prefill for a reservation, here or elsewhere; the answer comes when it is done.
+
+        `mask`: what the first token is chosen from, when it is guided.
+        """
         is_local = reservation.worker == self.name
         prefill = self._parts.prefill
         can_send = self._role != "decode" and reservation.worker in self._parts.destinations
@@ -268,12 +278,12 @@ class Worker:
         if not is_local:
             if self._is_draining:
                 raise WorkerLostError(self.name, "draining, takes no new attempts")
-            prefill.start(attempt, reservation, answer)
+            prefill.start(attempt, reservation, answer, mask)
             return
         held = self._parts.decode.get(attempt.attempt_id) if self._parts.decode else None
         if held is None:
             raise self._unknown(attempt.attempt_id)
-        prefill.start_local(attempt, reservation, held.pages, answer)
+        prefill.start_local(attempt, reservation, held.pages, answer, mask)
 
     def decode(self, attempt_id: str, first_token_id: int, sink: DecodeSink) -> None:
         """Decode a reserved attempt; events and at last an error or a finish go to the sink."""

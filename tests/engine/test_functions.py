@@ -7,6 +7,7 @@ import pytest
 from jpd.engine.buckets import ChunkShape
 from jpd.engine.prefill_chunk import ChunkRow, empty_chunk, make_chunk
 from jpd.engine.sampling import greedy_rows
+from jpd.engine.token_masks import open_masks
 from tests.engine.rig import CHUNK, NUM_SLOTS, expected, generate, rig
 
 MODELS = ("gemma3", "llama3")
@@ -44,7 +45,8 @@ def test_prefill_updates_the_pool_in_place(tensor: int) -> None:
     on = rig("llama3", tensor)
     old = on.cache.layers
     chunk = empty_chunk(ChunkShape(1, CHUNK, on.functions.buckets.max_pages))
-    compiled = on.functions._prefill.lower(on.leaves, old, chunk).compile()
+    masks = open_masks(1, on.functions.vocab_size)
+    compiled = on.functions._prefill.lower(on.leaves, old, chunk, masks).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == pool_bytes_per_device(old)
     on.cache.layers, results = on.functions.prefill(on.leaves, old, chunk)
     assert all(layer.is_deleted() for layer in old)
@@ -58,7 +60,8 @@ def test_decode_updates_the_pool_and_its_state_in_place(tensor: int, num_steps: 
     old, state = on.cache.layers, on.functions.new_state()
     shape = on.functions.buckets.decode_shapes(NUM_SLOTS)[0]._replace(num_steps=num_steps)
     assert shape.num_rows < NUM_SLOTS
-    compiled = on.functions._decode[shape].lower(on.leaves, old, state).compile()
+    masks = open_masks(shape.num_rows, on.functions.vocab_size)
+    compiled = on.functions._decode[shape].lower(on.leaves, old, state, masks).compile()
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     alias_bytes = compiled.memory_analysis().alias_size_in_bytes
     assert alias_bytes == pool_bytes_per_device(old) + state_bytes

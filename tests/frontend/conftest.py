@@ -11,6 +11,7 @@ from jpd.frontend.operations import HealthReport, ServerFacts
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.server import Endpoints, FrontendServer
 from jpd.frontend.service import TextService
+from jpd.guidance.compiler import GrammarCompiler
 from jpd.request import Request
 from tests.frontend.fake_router import FakeRouter, FakeStream, make_model, make_tokenizer
 
@@ -48,7 +49,11 @@ def open_doors() -> Generator[Opened, None, None]:
 
     def open_for(model: ServedModel) -> Doors:
         doors = Doors(loop)
-        service = TextService(doors, model)
+        grammars = None
+        if model.tokenizer is not None:
+            grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+            closers.append(grammars.close)
+        service = TextService(doors, model, grammars=grammars)
         facts = ServerFacts(lambda: doors.health, lambda: b"jpd:up 1\n")
         server = FrontendServer(service, facts, max_body_bytes=1 << 20)
         doors.endpoints = loop.run(server.start("127.0.0.1", 0, 0))

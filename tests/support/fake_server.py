@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jpd.checkpoint.model_source import Model, open_model
-from jpd.config import DeploymentConfig
-from jpd.mesh_file import load_deployment
+from jpd.config import DeploymentConfig, load_deployment
 from tests.frontend.fake_router import VOCAB_SIZE, make_tokenizer
 from tests.support.fake_worker import FakeWorker
 
@@ -64,6 +63,7 @@ class FakeFleet:
             "decode-0", "decode", slots=8, vocab_size=VOCAB_SIZE, step_seconds=step_seconds
         )
         self.num_closed = 0
+        self.grammars = None
 
     @property
     def clients(self) -> Sequence[FakeWorker]:
