@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from jpd.checkpoint.model_source import Model, open_model
 from jpd.checkpoint.progress import ProgressCallback
-from jpd.config import DeploymentConfig, load_deployment, resolve_dtypes
+from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.backend import Backend
 from jpd.frontend.guided_fields import GUIDED_NAMES
@@ -34,6 +34,7 @@ from jpd.frontend.server import Endpoints
 from jpd.frontend.service import Generation, TextDelta
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.launch.inprocess import TransferWrapper, launch_workers
+from jpd.mesh_file import load_deployment, resolve_dtypes
 from jpd.metrics import Metrics
 from jpd.nn.config import WeightFormat
 from jpd.planner.deployment_plan import plan_deployment

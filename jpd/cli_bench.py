@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jpd.api import launch
-from jpd.bench import router
+from jpd.bench import engine, router
 from jpd.bench.results import Result, results_table, write_json
 from jpd.bench.serving import measure_serving
+from jpd.checkpoint.model_source import open_model
+from jpd.checkpoint.package_weights import cache_folder
 from jpd.cli_pair import load_pair, make_console
 from jpd.cli_progress import ProgressLine
 from jpd.errors import ConfigError, Problem
+from jpd.parallel.platform import enable_compilation_cache, ensure_cpu_devices
 
 HELP = "measure; a missed target is exit 1 only with --strict"
 
@@ -22,25 +25,40 @@ def _router(options: argparse.Namespace) -> Sequence[Result]:
     return router.run()
 
 
+def _engine(options: argparse.Namespace) -> Sequence[Result]:
+    model = open_model(options.model)
+    ensure_cpu_devices(1)
+    enable_compilation_cache(cache_folder() / "xla")
+    return engine.run(model, is_quick=options.quick)
+
+
 def _serving(options: argparse.Namespace) -> Sequence[Result]:
     model, deployment = load_pair(options)
     with launch(model, deployment, progress=ProgressLine()) as server:
         return asyncio.run(measure_serving(server, model.config.vocab_size))
 
 
-BENCHMARKS: Mapping[str, Benchmark] = {"router": _router, "serving": _serving}
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "router": _router,
+    "engine": _engine,
+    "serving": _serving,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = (*BENCHMARKS, "all")
     parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument(
-        "--model", default="gemma-3-270m", metavar="M", help="of serving; default gemma-3-270m"
+        "--model",
+        default="gemma-3-270m",
+        metavar="M",
+        help="of all but router; default gemma-3-270m",
     )
     parser.add_argument(
         "--mesh", default="1p1d-cpu", metavar="F", help="of serving; default 1p1d-cpu"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--quick", action="store_true", help="fewer runs: engine in two minutes")
     parser.add_argument("--strict", action="store_true", help="exit 1 on a missed target")
 
 

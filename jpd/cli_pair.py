@@ -8,8 +8,9 @@ from typing import get_args
 from rich.console import Console
 
 from jpd.checkpoint.model_source import Model, open_model
-from jpd.config import DeploymentConfig, load_deployment
+from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem, RequestError
+from jpd.mesh_file import load_deployment
 from jpd.nn.config import WeightFormat
 
 PIPE_WIDTH = 160

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "jpd"
 
 LAYERS = {
     0: (
-        *("chat_template", "config", "errors", "grammar", "metrics", "request"),
+        *("chat_template", "config", "mesh_file", "errors", "grammar", "metrics", "request"),
         *("tokenizer", "toml_reader"),
     ),
     1: ("parallel",),
@@ -35,6 +35,7 @@ LAYERS = {
 
 NO_JAX = (
     "jpd.config",
+    "jpd.mesh_file",
     "jpd.errors",
     "jpd.request",
     "jpd.metrics",

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from jpd.config import DeploymentConfig, find_mesh_file, load_deployment
+from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
+from jpd.mesh_file import find_mesh_file, load_deployment
 
 HOST = """
 [[host]]

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from jpd.config import DeploymentConfig, load_deployment
+from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
+from jpd.mesh_file import load_deployment
 from jpd.nn.config import DecoderConfig, RopeConfig
 from jpd.nn.families import config_from_hf
 from jpd.planner.deployment_plan import DeploymentPlan, plan_deployment

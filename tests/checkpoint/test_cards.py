@@ -8,8 +8,8 @@ import pytest
 
 from jpd.checkpoint.card import read_card
 from jpd.checkpoint.model_source import open_model
-from jpd.config import load_deployment
 from jpd.errors import ConfigError
+from jpd.mesh_file import load_deployment
 from jpd.nn.params import abstract_params
 from jpd.planner import deployment_plan
 from jpd.planner.deployment_plan import plan_deployment

@@ -52,4 +52,5 @@ def test_sampling_fields_are_explained(repo: Path) -> None:
     request = re.search(r"message SamplingParams \{(.*?)\n\}", source, re.DOTALL)
     assert request is not None
     for line in request[1].strip().splitlines():
-        assert "//" in line, line
+        if ";" in line:
+            assert "//" in line, line

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import pytest
 
 from jpd import errors
-from jpd.config import DeploymentConfig, load_deployment
+from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, JpdError, Problem, RequestError, WorkerLostError
+from jpd.mesh_file import load_deployment
 from jpd.request import SamplingParams
 from jpd.rpc.failures import dump_error, load_error
 from jpd.rpc.records import MONOTONIC, Moment, RecordError, codec_of, dump, load

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jpd.checkpoint.model_source import Model, open_model
-from jpd.config import DeploymentConfig, load_deployment
+from jpd.config import DeploymentConfig
+from jpd.mesh_file import load_deployment
 from tests.frontend.fake_router import VOCAB_SIZE, make_tokenizer
 from tests.support.fake_worker import FakeWorker
 

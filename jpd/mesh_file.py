@@ -1,0 +1,298 @@
+"""Reads mesh_configs/*.toml: `load_deployment(path)` gives a checked, frozen DeploymentConfig.
+
+What is wrong in a file is reported at once: a ConfigError of Problems (file, key, value, rule).
+Called by the command line and the Python API.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from jpd.config import (
+    CacheConfig,
+    DecodeLostPolicy,
+    DeploymentConfig,
+    EngineConfig,
+    FailureConfig,
+    HostConfig,
+    Platform,
+    PrefillLostPolicy,
+    Role,
+    RouterConfig,
+    SloConfig,
+    TransferFailedPolicy,
+    WorkerConfig,
+)
+from jpd.errors import ConfigError, Problem
+from jpd.toml_reader import Table, read_toml
+
+DTYPES = ("auto", "float32", "bfloat16")
+MESH_AXES = ("data", "tensor", "expert")
+DEFAULT_SLOTS = 16
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+
+
+def find_mesh_file(spec: str | Path) -> Path:
+    """A path, or the bare name of a file in mesh_configs/, here or in the package."""
+    path = Path(spec)
+    package = Path(__file__).resolve().parent
+    for folder in (Path("mesh_configs"), package / "mesh_configs", package.parent / "mesh_configs"):
+        for name in (path.name, f"{path.name}.toml"):
+            if not path.exists() and path.parent == Path(".") and (folder / name).is_file():
+                return folder / name
+    return path
+
+
+def load_deployment(spec: str | Path) -> DeploymentConfig:
+    """Read and check a mesh file; "auto" is resolved. Raises ConfigError with all problems."""
+    path = find_mesh_file(spec)
+    values = read_toml(path)
+    problems: list[Problem] = []
+    root = Table(str(path), "", values, problems)
+    hosts = tuple(_read_host(table) for table in root.tables("host"))
+    tables = root.tables("worker")
+    workers = tuple(worker for table in tables for worker in _read_worker(table, hosts))
+    cache = _read_cache(root.table("cache"))
+    engine = _read_engine(root.table("engine"), cache)
+    router = _read_router(root.table("router"))
+    slos = tuple(_read_slo(table) for table in root.tables("slo"))
+    root.close()
+    config = DeploymentConfig(str(path), hosts, workers, cache, engine, router, slos)
+    _check_fleet(root, config)
+    if problems:
+        raise ConfigError(problems)
+    return resolve_dtypes(config)
+
+
+def resolve_dtypes(config: DeploymentConfig) -> DeploymentConfig:
+    """Put the platform's default in place of "auto". Raises ConfigError when platforms disagree."""
+    names = {"float32" if host.platform == "cpu" else "bfloat16" for host in config.hosts}
+    fields = {"engine.dtype": config.engine.dtype, "cache.dtype": config.cache.dtype}
+    if len(names) > 1 and "auto" in fields.values():
+        rule = "hosts of several platforms: name the dtype"
+        keys = [key for key, value in fields.items() if value == "auto"]
+        raise ConfigError([Problem(config.file, key, "auto", rule) for key in keys])
+    default = names.pop()
+    engine = config.engine.dtype if config.engine.dtype != "auto" else default
+    cache = config.cache.dtype if config.cache.dtype != "auto" else engine
+    return replace(
+        config,
+        engine=replace(config.engine, dtype=engine),
+        cache=replace(config.cache, dtype=cache),
+    )
+
+
+def _read_host(table: Table) -> HostConfig:
+    table.required("name", "the host's name")
+    table.required("platform", "cpu, gpu or tpu")
+    table.required("devices", "how many devices the host has")
+    host = HostConfig(
+        name=table.text("name", "", _NAME),
+        platform=cast(Platform, table.choice("platform", "cpu", Platform)),
+        devices=table.integer("devices", 0, low=1, high=4096),
+        device_memory_gib=table.number("device_memory_gib", None, above=True),
+    )
+    table.close()
+    return host
+
+
+def _read_worker(table: Table, hosts: Sequence[HostConfig]) -> list[WorkerConfig]:
+    """One worker per replica: `devices = [0, 1]` is one, `devices = [[0, 1], [2, 3]]` are two."""
+    table.required("name", "the worker's name")
+    table.required("role", "prefill, decode or colocated")
+    table.required("host", "the name of a [[host]]")
+    name = table.text("name", "", _NAME)
+    role = cast(Role, table.choice("role", "colocated", Role))
+    host = _read_host_name(table, hosts)
+    slots = _read_slots(table, role)
+    mesh = table.table("mesh")
+    data, tensor, expert = (mesh.integer(axis, 1, low=1, high=4096) for axis in MESH_AXES)
+    mesh.close()
+    if data > 1:
+        mesh.problem("data", data, "must be 1: write one device list per replica instead")
+    replicas = _read_replicas(table)
+    table.close()
+    for devices in replicas:
+        if len(devices) != tensor * expert and data == 1:
+            rule = f"{len(devices)} devices, but mesh tensor = {tensor} x expert = {expert}"
+            table.problem("devices", list(devices), f"{rule} needs {tensor * expert}")
+    return [
+        WorkerConfig(f"{name}-{index}", role, host, devices, 1, tensor, expert, slots)
+        for index, devices in enumerate(replicas)
+    ]
+
+
+def _read_host_name(table: Table, hosts: Sequence[HostConfig]) -> str:
+    name = table.text("host", "")
+    known = [host.name for host in hosts]
+    if name and name not in known:
+        table.problem("host", name, f"no such [[host]]; hosts are {', '.join(known) or 'none'}")
+    return name
+
+
+def _read_slots(table: Table, role: Role) -> int:
+    slots = table.integer("slots", DEFAULT_SLOTS, low=1, high=4096)
+    if role != "prefill":
+        return slots
+    if "slots" in table:
+        table.problem("slots", slots, "a prefill worker has no decode batch; leave it out")
+    return 0
+
+
+def _read_replicas(table: Table) -> list[tuple[int, ...]]:
+    """The device lists of a worker table; [] (and a problem) when they are wrong."""
+    value = table.value("devices")
+    rule = "must be a list of device numbers, or a list of such lists: one per replica"
+    if value is None:
+        table.required("devices", rule)
+    if not isinstance(value, list) or not value:
+        if value is not None:
+            table.problem("devices", value, rule)
+        return []
+    lists = value if all(isinstance(item, list) for item in value) else [value]
+    for item in lists:
+        if not item or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in item):
+            table.problem("devices", value, rule)
+            return []
+    return [tuple(item) for item in lists]
+
+
+def _read_cache(table: Table) -> CacheConfig:
+    default = CacheConfig()
+    cache = CacheConfig(
+        page_size=table.integer("page_size", default.page_size, low=1, high=1024),
+        dtype=table.choice("dtype", default.dtype, DTYPES),
+        pages=table.integer("pages", None, low=2),
+        memory_fraction=table.number(
+            "memory_fraction", default.memory_fraction, low=0, high=1, above=True
+        ),
+        retain_seconds=table.number("retain_seconds", default.retain_seconds),
+    )
+    table.close()
+    return cache
+
+
+def _read_engine(table: Table, cache: CacheConfig) -> EngineConfig:
+    default = EngineConfig()
+    default_chunk = -(-default.prefill_chunk // cache.page_size) * cache.page_size
+    engine = EngineConfig(
+        max_model_len=table.integer("max_model_len", None, low=2),
+        prefill_chunk=table.integer("prefill_chunk", default_chunk, low=1),
+        prefill_buckets=table.integers("prefill_buckets", low=1),
+        context_buckets=table.integers("context_buckets", low=1),
+        dtype=table.choice("dtype", default.dtype, DTYPES),
+        max_steps_per_call=table.integer(
+            "max_steps_per_call", default.max_steps_per_call, low=1, high=64
+        ),
+    )
+    table.close()
+    if engine.prefill_chunk % cache.page_size:
+        rule = f"must be a multiple of cache.page_size = {cache.page_size}"
+        table.problem("prefill_chunk", engine.prefill_chunk, rule)
+    _check_buckets(table, engine, cache)
+    return engine
+
+
+def _check_buckets(table: Table, engine: EngineConfig, cache: CacheConfig) -> None:
+    chunk = engine.prefill_chunk
+    for name in ("prefill_buckets", "context_buckets"):
+        buckets = getattr(engine, name)
+        if list(buckets) != sorted(set(buckets)):
+            table.problem(name, list(buckets), "must rise from one to the next")
+    if engine.prefill_buckets and max(engine.prefill_buckets) != chunk:
+        rule = f"the last one must be prefill_chunk = {chunk}"
+        table.problem("prefill_buckets", list(engine.prefill_buckets), rule)
+    context = engine.context_buckets
+    if any(bucket % cache.page_size for bucket in context):
+        rule = f"must be multiples of cache.page_size = {cache.page_size}"
+        table.problem("context_buckets", list(context), rule)
+    if context and engine.max_model_len is not None and max(context) < engine.max_model_len:
+        rule = f"the last one must hold max_model_len = {engine.max_model_len}"
+        table.problem("context_buckets", list(context), rule)
+
+
+def _read_router(table: Table) -> RouterConfig:
+    default = RouterConfig()
+    failure = table.table("failure")
+    policies = FailureConfig(
+        cast(PrefillLostPolicy, _policy(failure, "prefill_lost", PrefillLostPolicy)),
+        cast(TransferFailedPolicy, _policy(failure, "transfer_failed", TransferFailedPolicy)),
+        cast(DecodeLostPolicy, _policy(failure, "decode_lost", DecodeLostPolicy)),
+    )
+    failure.close()
+    router = RouterConfig(
+        local_prefill_tokens=table.integer("local_prefill_tokens", default.local_prefill_tokens),
+        max_waiting=table.integer("max_waiting", default.max_waiting, low=1),
+        request_timeout_seconds=_seconds(table, "request_timeout_seconds"),
+        transfer_timeout_seconds=_seconds(table, "transfer_timeout_seconds"),
+        session_ttl_seconds=_seconds(table, "session_ttl_seconds"),
+        failure=policies,
+    )
+    table.close()
+    return router
+
+
+def _policy(table: Table, name: str, literal: object) -> str:
+    return table.choice(name, str(getattr(FailureConfig(), name)), literal)
+
+
+def _seconds(table: Table, name: str) -> float:
+    return table.number(name, float(getattr(RouterConfig(), name)), above=True)
+
+
+def _read_slo(table: Table) -> SloConfig:
+    table.required("name", "the SLO class that requests name")
+    table.required("ttft_ms", "target of the first token, milliseconds")
+    table.required("tpot_ms", "target per further token, milliseconds")
+    slo = SloConfig(
+        name=table.text("name", "", _NAME),
+        ttft_ms=table.number("ttft_ms", 1.0, above=True),
+        tpot_ms=table.number("tpot_ms", 1.0, above=True),
+        priority=table.integer("priority", 0, low=-1000, high=1000),
+    )
+    table.close()
+    return slo
+
+
+def _check_fleet(root: Table, config: DeploymentConfig) -> None:
+    """What only shows when hosts and workers are seen together."""
+    if not config.hosts:
+        root.problem("host", None, "is missing: at least one [[host]]")
+    for kind, names in (
+        ("host", [host.name for host in config.hosts]),
+        (
+            "worker",
+            [
+                worker.name.rpartition("-")[0]
+                for worker in config.workers
+                if worker.name.endswith("-0")
+            ],
+        ),
+        ("slo", [slo.name for slo in config.slos]),
+    ):
+        for name in (name for name, count in Counter(names).items() if count > 1 and name):
+            root.problem(f"{kind}.name", name, f"must be unique among [[{kind}]]")
+    for verb, role in (("prefill", "prefill"), ("decode", "decode")):
+        if not any(worker.role in (role, "colocated") for worker in config.workers):
+            rule = f"no worker can {verb}: add one with role {role} or colocated"
+            root.problem("worker.role", sorted({w.role for w in config.workers}), rule)
+    for host in (host for host in config.hosts if host.devices):
+        _check_devices(root, host, [w for w in config.workers if w.host == host.name])
+
+
+def _check_devices(root: Table, host: HostConfig, workers: Sequence[WorkerConfig]) -> None:
+    owners: dict[int, str] = {}
+    for worker in workers:
+        key = f"worker.{worker.name}.devices"
+        missing = [device for device in worker.devices if device >= host.devices]
+        if missing:
+            rule = f"host {host.name} has devices 0 to {host.devices - 1}"
+            root.problem(key, list(worker.devices), rule)
+        for device in worker.devices:
+            owner = owners.setdefault(device, worker.name) if device not in missing else None
+            if device in owners and (owner != worker.name or worker.devices.count(device) > 1):
+                rule = f"device {device} of host {host.name} already belongs to {owner}"
+                root.problem(key, list(worker.devices), rule)
+                break
