@@ -74,15 +74,24 @@ class Rig:
 
 
 @functools.cache
-def rig(name: str, tensor: int = 1, first_device: int = 0, chunk: int = CHUNK) -> Rig:
-    """A rig on `tensor` devices from first_device on."""
+def rig(
+    name: str,
+    tensor: int = 1,
+    first_device: int = 0,
+    chunk: int = CHUNK,
+    *,
+    expert: int = 1,
+    engine: EngineConfig | None = None,
+) -> Rig:
+    """A rig on `tensor` x `expert` devices from first_device on."""
     config = golden_config(name)
-    devices = jax.devices()[first_device : first_device + tensor]
+    devices = jax.devices()[first_device : first_device + tensor * expert]
     mesh = make_worker_mesh(
-        devices, tensor=tensor, expert=1, num_cached_heads=config.num_cached_heads
+        devices, tensor=tensor, expert=expert, num_cached_heads=config.num_cached_heads
     )
+    engine = engine or EngineConfig(prefill_chunk=chunk, max_model_len=MAX_LEN)
     buckets = ShapeBuckets.from_config(
-        EngineConfig(prefill_chunk=chunk), CacheConfig(page_size=PAGE), MAX_LEN
+        engine, CacheConfig(page_size=PAGE), engine.served_len(MAX_LEN)
     )
     spec = KVSpec(
         num_layers=config.num_layers,

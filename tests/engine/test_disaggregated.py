@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 
 from jpd.engine.compile_counter import CompileCounter
-from jpd.engine.decode import DecodeEngine, DecodeRow
-from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
 from jpd.request import SamplingParams
-from jpd.transfer.plan import KVLayout, plan_transfer
+from tests.engine.pair import Pair
 from tests.engine.rig import (
     GREEDY,
     NUM_SLOTS,
     PAGE,
-    Rig,
     expected,
     generate,
     random_prompt,
@@ -24,73 +21,6 @@ from tests.engine.rig import (
 )
 
 MODELS = ("gemma3", "llama3")
-DESTINATION = "decode-0"
-
-
-class Pair:
-    """A prefill rig and a decode rig on other devices, joined by device_put."""
-
-    def __init__(self, source: Rig, target: Rig) -> None:
-        self.source, self.target = source, target
-        layouts = [KVLayout(on.partitions, on.functions.mesh.size) for on in (source, target)]
-        self.wire = plan_transfer(*layouts, source.cache.spec.token_bytes).wire_partitions
-        self.pieces = source.pieces
-        self.pieces.clear()
-        self.prefill = PrefillEngine(
-            source.functions,
-            source.cache,
-            source.leaves,
-            self.pieces.append,
-            {DESTINATION: self.wire},
-        )
-        self.decode = DecodeEngine(
-            target.functions, target.cache, target.leaves, NUM_SLOTS, [self.wire]
-        )
-        self.target_pages: dict[str, tuple[int, ...]] = {}
-        self.tasks: dict[str, PrefillTask] = {}
-
-    def add(self, name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
-        assert sampling.max_tokens is not None
-        self.target_pages[name] = self.target.take(len(prompt) + sampling.max_tokens)
-        task = PrefillTask(
-            name, prompt, self.source.take(len(prompt)), 0, sampling, destination=DESTINATION
-        )
-        self.tasks[name] = task
-        self.prefill.add(task)
-
-    def pull(self) -> None:
-        """Move what was emitted, in any order."""
-        random.Random(0).shuffle(self.pieces)
-        sharding = self.target.functions.moves.wire_sharding(self.wire)
-        for piece in self.pieces:
-            pages = self.target_pages[piece.attempt_id]
-            ids = pages[piece.page_start : piece.page_start + piece.num_pages]
-            self.decode.write_pages(jax.device_put(piece.arrays, sharding), ids)
-        self.pieces.clear()
-
-    def row(self, done: PrefillDone) -> DecodeRow:
-        """The prefill has ended: its pages are given back before anything is decoded."""
-        task = self.tasks[done.attempt_id]
-        self.source.allocator.free(task.page_ids)
-        pages = self.target_pages[done.attempt_id]
-        return DecodeRow(done.attempt_id, pages, done.token_id, len(task.token_ids), task.sampling)
-
-    def run(self) -> dict[str, list[int]]:
-        """Everything added, to its end; rows join the batch as they become ready."""
-        tokens: dict[str, list[int]] = {}
-        while self.prefill.has_work or self.decode.has_work:
-            finished = self.prefill.step()
-            self.pull()
-            for done in finished:
-                tokens[done.attempt_id] = [done.token_id]
-                self.decode.insert(self.row(done))
-            for step in self.decode.step():
-                tokens[step.attempt_id] += step.token_ids
-        for pages in self.target_pages.values():
-            self.target.allocator.free(pages)
-        self.target_pages.clear()
-        assert self.source.allocator.num_held == self.target.allocator.num_held == 0
-        return tokens
 
 
 def pair(name: str, source_tensor: int = 1, target_tensor: int = 1) -> Pair:
