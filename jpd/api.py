@@ -344,6 +344,7 @@ def served_model(model: Model, deployment: DeploymentConfig) -> ServedModel:
         tokenizer=model.tokenizer,
         vocab_size=model.config.vocab_size,
         max_model_len=deployment.engine.served_len(model.config.max_len),
+        short_context=model.config.short_context,
         eos_token_ids=model.eos_token_ids,
         default_sampling=recommended,
     )

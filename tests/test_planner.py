@@ -9,7 +9,7 @@ import pytest
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 from jpd.mesh_file import load_deployment
-from jpd.nn.config import DecoderConfig, RopeConfig
+from jpd.nn.config import DecoderConfig
 from jpd.nn.families import config_from_hf
 from jpd.planner.deployment_plan import DeploymentPlan, plan_deployment
 from jpd.planner.worker_plan import GIB
@@ -207,20 +207,6 @@ def test_pool_too_small_for_one_sequence(tmp_path: Path) -> None:
 def test_mesh_caps_the_length_of_the_model(tmp_path: Path) -> None:
     assert plan_tiny(tmp_path, engine="max_model_len = 100").max_model_len == 100
     assert plan_tiny(tmp_path, engine="max_model_len = 9999").max_model_len == 256
-
-
-def test_longrope_is_served_up_to_its_original_context_only(tmp_path: Path) -> None:
-    config = config_from_hf(TINY)
-    rope = RopeConfig(
-        kind="longrope", original_max_len=64, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8
-    )
-    long = replace(config, layers=tuple(replace(layer, rope=rope) for layer in config.layers))
-    mesh = deployment(tmp_path)
-    with pytest.raises(ConfigError) as raised:
-        plan_deployment(long, mesh)
-    assert [problem.key for problem in raised.value.problems] == ["engine.max_model_len"]
-    short = replace(mesh, engine=replace(mesh.engine, max_model_len=64))
-    assert plan_deployment(long, short).max_model_len == 64
 
 
 def test_memory_must_be_known_or_pages_given(tmp_path: Path) -> None:

@@ -154,7 +154,13 @@ class ModelFunctions:
             num_tokens = min(self.buckets.prefill_chunk, len(token_ids) - start)
             layout = self.buckets.chunk_layout(num_tokens)
             rows = prompt_rows(
-                token_ids, start, num_tokens, layout.row_length, page_ids, greedy_rows(1), 0
+                token_ids,
+                start,
+                num_tokens,
+                layout.row_length,
+                page_ids,
+                greedy_rows(1),
+                last_position=len(token_ids) - 1,
             )
             shape = ChunkShape(*layout, self.buckets.context_width(start + num_tokens))
             layers, logits = self._logits(leaves, layers, make_chunk(shape, rows))

@@ -63,6 +63,7 @@ def _run_chunk(decoder: Decoder, layers: Layers, chunk: PrefillChunk) -> tuple[j
         page_table=chunk.page_table,
         kv_lengths=chunk.start + chunk.num_valid,
         valid=offsets < chunk.num_valid[:, None],
+        rope_lengths=chunk.last_position + 1,
     )
     return decoder(chunk.tokens, chunk.start[:, None] + offsets, layers, batch)
 
@@ -103,6 +104,7 @@ def _decode_one(
         page_table=state.page_table[:, :width],
         kv_lengths=jnp.where(takes_part, positions + 1, 0),
         valid=takes_part[:, None],
+        rope_lengths=state.last_position + 1,
     )
     hidden, layers = decoder(state.tokens[:, None], positions[:, None], layers, batch)
     logits = masked(decoder.logits(hidden[:, 0]), masks)

@@ -49,6 +49,7 @@ class Backend:
             max_model_len=model.max_model_len,
             page_size=deployment.cache.page_size,
             vocab_size=model.vocab_size,
+            short_context=model.short_context,
         )
         timeout_seconds = deployment.router.request_timeout_seconds
         self._service = TextService(self._router, model, timeout_seconds, grammars)

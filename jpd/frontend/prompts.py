@@ -28,6 +28,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int  # tokens, prompt and output together
+    short_context: int | None = None  # longrope: longer sequences have KV of another kind
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)  # of its authors
 

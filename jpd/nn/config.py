@@ -116,6 +116,13 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
+    def short_context(self) -> int | None:
+        """Longrope: sequences that may exceed this length turn by other factors, all of them."""
+        ropes = (layer.rope for layer in self.layers if layer.rope.kind == "longrope")
+        lengths = (r.original_max_len for r in ropes if r.short_factor != r.long_factor)
+        return min(lengths, default=None)
+
+    @property
     def kv_width(self) -> int:
         """Numbers cached per token and kv head: K and V, or MLA's latent and rotary key."""
         if self.mla is not None:

@@ -34,8 +34,8 @@ class PagedBatch:
     kv_lengths: jax.Array  # int32 [B]: tokens in the cache after this call
     valid: jax.Array  # bool [B, T]
     rope_lengths: jax.Array | None = None
-    """int32 [B]: tokens of the whole prompt, which choose longrope's factors for all its chunks and
-    all that follows. None: `kv_lengths`."""
+    """int32 [B]: the most tokens the sequence may come to have, which choose longrope's factors
+    for all of it: pages never hold keys of both kinds. None: `kv_lengths`."""
 
 
 class Layer(nnx.Module):

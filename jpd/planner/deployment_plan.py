@@ -60,7 +60,6 @@ def plan_deployment(
             plans.append(plan_worker(worker, deployment, config, params.specs, max_model_len))
     if sizes_memory:
         problems += _memory_problems(plans, deployment)
-    problems += _longrope_problems(config, max_model_len, deployment.file)
     buckets = _buckets(deployment, max_model_len, problems)
     if problems or buckets is None:
         raise ConfigError(problems)
@@ -68,22 +67,6 @@ def plan_deployment(
     return DeploymentPlan(
         deployment, config, params.num_params, max_model_len, tuple(plans), pairs, buckets
     )
-
-
-def _longrope_problems(config: DecoderConfig, max_model_len: int, file: str) -> list[Problem]:
-    """Longrope turns by another table beyond its original length, for the whole sequence.
-
-    Pages of a sequence that grows across that length would hold both, so it is not served yet.
-    """
-    lengths = [
-        layer.rope.original_max_len
-        for layer in config.layers
-        if layer.rope.kind == "longrope" and layer.rope.short_factor != layer.rope.long_factor
-    ]
-    if not lengths or max_model_len <= min(lengths):
-        return []
-    rule = f"longrope models are served up to their original context of {min(lengths)} tokens"
-    return [Problem(file, "engine.max_model_len", max_model_len, rule)]
 
 
 def _memory_problems(plans: list[WorkerPlan], deployment: DeploymentConfig) -> list[Problem]:

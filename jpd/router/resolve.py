@@ -22,6 +22,7 @@ class Limits:
     max_model_len: int  # prompt + output
     page_size: int
     vocab_size: int | None = None  # None: whoever made the ids has checked them
+    short_context: int | None = None  # longrope: longer sequences have KV of another kind
 
     def context(self, fleet: Fleet) -> int:
         """Tokens of the longest sequence that the model and the largest decode pool can hold."""
@@ -40,11 +41,13 @@ def resolve(
     _check_prompt(request.prompt_token_ids, limits.vocab_size)
     _check_path(request.disaggregate, fleet)
     seed = request.sampling.seed
+    max_tokens = _resolve_max_tokens(request, limits.context(fleet))
+    num_tokens = request.num_prompt_tokens + max_tokens
     return ResolvedRequest(
-        request=request,
+        request=replace(request, cache_salt=_cache_salt(request, num_tokens, limits.short_context)),
         sampling=replace(
             request.sampling,
-            max_tokens=_resolve_max_tokens(request, limits.context(fleet)),
+            max_tokens=max_tokens,
             seed=draw_seed() if seed is None else seed,
         ),
         stop_token_ids=_stop_token_ids(request.sampling, request.eos_token_ids),
@@ -86,6 +89,17 @@ def _resolve_max_tokens(request: Request, context: int) -> int:
         )
         raise RequestError("max_tokens", asked, rule)
     return asked
+
+
+def _cache_salt(request: Request, num_tokens: int, short_context: int | None) -> str | None:
+    """Longrope turns a sequence that may exceed the short context by other factors, all of it.
+
+    So its prefixes are of no use to shorter ones, nor theirs to it.
+    """
+    if short_context is None:
+        return request.cache_salt
+    kind = "long" if num_tokens > short_context else "short"
+    return f"{kind}:{request.cache_salt or ''}"
 
 
 def _stop_token_ids(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:

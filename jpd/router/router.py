@@ -48,6 +48,7 @@ class Router:
         max_model_len: int,
         page_size: int,
         vocab_size: int | None = None,
+        short_context: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         poll_seconds: float = POLL_SECONDS,
         stuck_seconds: float = STUCK_SECONDS,
@@ -67,7 +68,7 @@ class Router:
         self._monitor = HealthMonitor(
             fleet, clock, poll_seconds=poll_seconds, stuck_seconds=stuck_seconds
         )
-        self._limits = Limits(max_model_len, page_size, vocab_size)
+        self._limits = Limits(max_model_len, page_size, vocab_size, short_context)
         self._slos = {slo.name: slo for slo in slos}
         self._random = random.SystemRandom()
         self._sequence = itertools.count()

@@ -18,6 +18,7 @@ MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
 VARIANTS = (  # what no family's own folder has
     "variants/llama_bias_one_kv_head",
     "variants/llama_linear_odd_heads",
+    "variants/phi3_longrope_long",
     "variants/qwen2_late_windows",
     "variants/qwen3_moe_mixed",
     "variants/smollm3_no_rope_layers",

@@ -96,3 +96,16 @@ def test_a_forced_path_must_exist() -> None:
         resolved(make(1, disaggregate=True), fleet=(colocated,))
     with pytest.raises(RequestError, match="no decode worker of this fleet can prefill"):
         resolved(make(1, disaggregate=False), fleet=(PREFILL, replace(DECODE, can_prefill=False)))
+
+
+def test_prefixes_of_short_and_long_longrope_sequences_are_kept_apart() -> None:
+    """By all that the sequence may come to hold, so that a replay chooses as the first attempt."""
+    limits = replace(LIMITS, short_context=32)
+
+    def salt(num_prompt_tokens: int, max_tokens: int, **fields: object) -> str | None:
+        return resolved(make(num_prompt_tokens, max_tokens, **fields), limits).request.cache_salt
+
+    assert salt(20, 12) == salt(31, 1) == "short:"
+    assert salt(20, 13) == salt(33, 1) == "long:"
+    assert salt(20, 12, cache_salt="long:") == "short:long:"
+    assert resolved(make(33, 1, cache_salt="mine")).request.cache_salt == "mine"
