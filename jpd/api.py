@@ -1,4 +1,4 @@
-"""The Python API: a model served by workers in this process.
+"""The Python API: a model served by workers in this process, or in those that the mesh file names.
 
     with jpd.launch(model="gemma-3-270m", mesh="1p1d-cpu") as server:
         for answer in server.generate(["Once upon a time"], max_tokens=32):
@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Protocol, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -32,14 +32,13 @@ from jpd.frontend.loop_thread import LoopThread
 from jpd.frontend.prompts import ServedModel, read_prompts
 from jpd.frontend.server import Endpoints
 from jpd.frontend.service import Generation, TextDelta
-from jpd.guidance.compiler import GrammarCompiler
-from jpd.launch.inprocess import TransferWrapper, launch_workers
+from jpd.launch.inprocess import TransferWrapper
+from jpd.launch.launchers import RunningFleet, launch_fleet
 from jpd.mesh_file import load_deployment, resolve_dtypes
 from jpd.metrics import Metrics
 from jpd.nn.config import WeightFormat
 from jpd.planner.deployment_plan import plan_deployment
 from jpd.router.health import Health
-from jpd.worker.protocol import WorkerClient
 
 LOOPBACK = "127.0.0.1"
 DRAIN_SECONDS = 5.0
@@ -86,20 +85,6 @@ _SAMPLING_NAMES = frozenset(
 )
 
 
-class Fleet(Protocol):
-    """Running workers, as the launcher gives them."""
-
-    @property
-    def clients(self) -> Sequence[WorkerClient]: ...
-
-    @property
-    def grammars(self) -> GrammarCompiler | None: ...
-
-    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]: ...
-
-    def close(self) -> None: ...
-
-
 def launch(
     model: str | Model,
     mesh: str | Path | DeploymentConfig,
@@ -128,7 +113,7 @@ def launch(
         model = open_model(model, chat_template=chat_template, weights=weights)
     plan_deployment(model.config, deployment, sizes_memory=False)
     start_fleet = partial(
-        launch_workers,
+        launch_fleet,
         model,
         deployment,
         transfer_wrapper=transfer_wrapper,
@@ -148,13 +133,13 @@ class Server:
         self,
         model: Model,
         deployment: DeploymentConfig,
-        start_fleet: Callable[[], Fleet],
+        start_fleet: Callable[[], RunningFleet],
     ) -> None:
         self.metrics = Metrics()
         self._deployment = deployment
         self._start_fleet = start_fleet
         self._model = served_model(model, deployment)
-        self._fleet: Fleet | None = None
+        self._fleet: RunningFleet | None = None
         self._loop: LoopThread | None = None
         self._backend: Backend | None = None
 

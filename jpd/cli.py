@@ -84,7 +84,3 @@ def _fail(status: int, *messages: object) -> int:
     for message in messages:
         print(f"jpd: {message}", file=sys.stderr)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

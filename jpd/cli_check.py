@@ -44,8 +44,8 @@ def print_report(plan: DeploymentPlan, model_name: str, console: Console) -> Non
     if not plan.pairs:
         console.print("No KV travels: every worker does both prefill and decode.")
     _print_buckets(plan, console)
-    if len(plan.deployment.hosts) > 1:
-        console.print("\nTo plan only: this release serves the workers of one host.")
+    hosts = ", ".join(host.name for host in plan.deployment.hosts)
+    console.print(f"\nLauncher: {plan.deployment.launch.kind}; hosts: {hosts}", highlight=False)
 
 
 def _worker_table(plan: DeploymentPlan) -> Table:

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Platform = Literal["cpu", "gpu", "tpu"]
+LaunchKind = Literal["inprocess", "subprocess", "ray"]
+Placement = Literal["spread", "pack"]
 Role = Literal["prefill", "decode", "colocated"]
 PrefillLostPolicy = Literal["retry_other_prefill", "fail"]
 TransferFailedPolicy = Literal["retry", "fail"]
 DecodeLostPolicy = Literal["replay", "fail"]
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,9 @@ class HostConfig:
     device_memory_gib: float | None = (
         None  # what `jpd check` plans with, unless cache.pages is given
     )
+    cores: tuple[int, ...] = ()  # cpu: the process runs on these alone; (): on all
+    accelerators: tuple[int, ...] = ()  # which of the machine's; (): all that the process sees
+    address: str = LOOPBACK  # where the host listens; other hosts and the router reach it there
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,18 @@ class WorkerConfig:
     data: int  # always 1: use replicas
     tensor: int
     expert: int
-    slots: int  # rows of the decode batch; 0 on a prefill worker
+    slots: int  # rows of the decode batch; 0 on a worker that never decodes
+    roles: tuple[Role, ...] = ()  # others that it can take at run time: it is compiled for them too
+
+    @property
+    def can_prefill(self) -> bool:
+        """For others, now or in another of its roles."""
+        return any(role != "decode" for role in (self.role, *self.roles))
+
+    @property
+    def can_decode(self) -> bool:
+        """Now or in another of its roles."""
+        return any(role != "prefill" for role in (self.role, *self.roles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +114,34 @@ class SloConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """How hosts are started and kept running."""
+
+    kind: LaunchKind = "inprocess"
+    max_restarts: int = 10  # of a host that ended by itself; a long life forgives earlier ends
+    start_timeout_seconds: float = 1800.0  # until a host has loaded and compiled everything
+    ray_address: str | None = (
+        None  # of a Ray cluster; None: the local one, started when there is none
+    )
+    placement: Placement = "spread"  # ray: hosts on different nodes, or together where they fit
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """What hosts and router show to one another; PEM files, read by each host where it runs."""
+
+    token_file: str | None = None  # None: a new token with every start
+    ca_file: str | None = None
+    certificate_file: str | None = None
+    key_file: str | None = None
+    insecure: bool = False  # other addresses than loopback without certificates
+
+    @property
+    def has_certificates(self) -> bool:
+        return self.ca_file is not None
+
+
+@dataclass(frozen=True, slots=True)
 class DeploymentConfig:
     """A whole mesh file."""
 
@@ -106,6 +152,11 @@ class DeploymentConfig:
     engine: EngineConfig
     router: RouterConfig
     slos: tuple[SloConfig, ...]
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+
+    def workers_of(self, host: str) -> tuple[WorkerConfig, ...]:
+        return tuple(worker for worker in self.workers if worker.host == host)
 
     def host(self, name: str) -> HostConfig:
         return next(host for host in self.hosts if host.name == name)

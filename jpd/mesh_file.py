@@ -5,10 +5,10 @@ Called by the command line and the Python API.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 from jpd.config import (
     CacheConfig,
@@ -17,7 +17,6 @@ from jpd.config import (
     EngineConfig,
     FailureConfig,
     HostConfig,
-    Platform,
     PrefillLostPolicy,
     Role,
     RouterConfig,
@@ -26,12 +25,12 @@ from jpd.config import (
     WorkerConfig,
 )
 from jpd.errors import ConfigError, Problem
+from jpd.mesh_hosts import NAME, read_host, read_launch, read_security
 from jpd.toml_reader import Table, read_toml
 
 DTYPES = ("auto", "float32", "bfloat16")
 MESH_AXES = ("data", "tensor", "expert")
 DEFAULT_SLOTS = 16
-_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 
 
 def find_mesh_file(spec: str | Path) -> Path:
@@ -51,15 +50,19 @@ def load_deployment(spec: str | Path) -> DeploymentConfig:
     values = read_toml(path)
     problems: list[Problem] = []
     root = Table(str(path), "", values, problems)
-    hosts = tuple(_read_host(table) for table in root.tables("host"))
+    hosts = tuple(read_host(table) for table in root.tables("host"))
     tables = root.tables("worker")
     workers = tuple(worker for table in tables for worker in _read_worker(table, hosts))
     cache = _read_cache(root.table("cache"))
     engine = _read_engine(root.table("engine"), cache)
     router = _read_router(root.table("router"))
     slos = tuple(_read_slo(table) for table in root.tables("slo"))
+    launch = read_launch(root.table("launch"), hosts)
+    security = read_security(root.table("security"))
     root.close()
-    config = DeploymentConfig(str(path), hosts, workers, cache, engine, router, slos)
+    config = DeploymentConfig(
+        str(path), hosts, workers, cache, engine, router, slos, launch, security
+    )
     _check_fleet(root, config)
     if problems:
         raise ConfigError(problems)
@@ -84,29 +87,16 @@ def resolve_dtypes(config: DeploymentConfig) -> DeploymentConfig:
     )
 
 
-def _read_host(table: Table) -> HostConfig:
-    table.required("name", "the host's name")
-    table.required("platform", "cpu, gpu or tpu")
-    table.required("devices", "how many devices the host has")
-    host = HostConfig(
-        name=table.text("name", "", _NAME),
-        platform=cast(Platform, table.choice("platform", "cpu", Platform)),
-        devices=table.integer("devices", 0, low=1, high=4096),
-        device_memory_gib=table.number("device_memory_gib", None, above=True),
-    )
-    table.close()
-    return host
-
-
 def _read_worker(table: Table, hosts: Sequence[HostConfig]) -> list[WorkerConfig]:
     """One worker per replica: `devices = [0, 1]` is one, `devices = [[0, 1], [2, 3]]` are two."""
     table.required("name", "the worker's name")
     table.required("role", "prefill, decode or colocated")
     table.required("host", "the name of a [[host]]")
-    name = table.text("name", "", _NAME)
+    name = table.text("name", "", NAME)
     role = cast(Role, table.choice("role", "colocated", Role))
     host = _read_host_name(table, hosts)
-    slots = _read_slots(table, role)
+    roles = _read_roles(table)
+    slots = _read_slots(table, {role, *roles})
     mesh = table.table("mesh")
     data, tensor, expert = (mesh.integer(axis, 1, low=1, high=4096) for axis in MESH_AXES)
     mesh.close()
@@ -119,7 +109,7 @@ def _read_worker(table: Table, hosts: Sequence[HostConfig]) -> list[WorkerConfig
             rule = f"{len(devices)} devices, but mesh tensor = {tensor} x expert = {expert}"
             table.problem("devices", list(devices), f"{rule} needs {tensor * expert}")
     return [
-        WorkerConfig(f"{name}-{index}", role, host, devices, 1, tensor, expert, slots)
+        WorkerConfig(f"{name}-{index}", role, host, devices, 1, tensor, expert, slots, roles)
         for index, devices in enumerate(replicas)
     ]
 
@@ -132,9 +122,19 @@ def _read_host_name(table: Table, hosts: Sequence[HostConfig]) -> str:
     return name
 
 
-def _read_slots(table: Table, role: Role) -> int:
+def _read_roles(table: Table) -> tuple[Role, ...]:
+    value = table.value("roles")
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(role in get_args(Role) for role in value):
+        table.problem("roles", value, f"must be a list of {', '.join(get_args(Role))}")
+        return ()
+    return tuple(value)
+
+
+def _read_slots(table: Table, roles: Collection[Role]) -> int:
     slots = table.integer("slots", DEFAULT_SLOTS, low=1, high=4096)
-    if role != "prefill":
+    if any(role != "prefill" for role in roles):
         return slots
     if "slots" in table:
         table.problem("slots", slots, "a prefill worker has no decode batch; leave it out")
@@ -247,7 +247,7 @@ def _read_slo(table: Table) -> SloConfig:
     table.required("ttft_ms", "target of the first token, milliseconds")
     table.required("tpot_ms", "target per further token, milliseconds")
     slo = SloConfig(
-        name=table.text("name", "", _NAME),
+        name=table.text("name", "", NAME),
         ttft_ms=table.number("ttft_ms", 1.0, above=True),
         tpot_ms=table.number("tpot_ms", 1.0, above=True),
         priority=table.integer("priority", 0, low=-1000, high=1000),

@@ -18,7 +18,16 @@ PACKAGE = ROOT / "jpd"
 
 LAYERS = {
     0: (
-        *("chat_template", "config", "mesh_file", "errors", "grammar", "metrics", "request"),
+        *(
+            "chat_template",
+            "config",
+            "mesh_file",
+            "mesh_hosts",
+            "errors",
+            "grammar",
+            "metrics",
+            "request",
+        ),
         *("tokenizer", "toml_reader"),
     ),
     1: ("parallel",),
@@ -36,6 +45,7 @@ LAYERS = {
 NO_JAX = (
     "jpd.config",
     "jpd.mesh_file",
+    "jpd.mesh_hosts",
     "jpd.errors",
     "jpd.request",
     "jpd.metrics",

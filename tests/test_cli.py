@@ -16,7 +16,7 @@ from jpd.errors import ConfigError, RequestError
 
 def run_jpd(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "jpd.cli", *arguments],
+        [sys.executable, "-m", "jpd", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -89,7 +89,7 @@ def test_wrong_usage_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixtu
 
 
 def test_no_traceback_when_the_reader_goes_away(repo: Path, golden_llama3: Path) -> None:
-    command = f"{sys.executable} -m jpd.cli check --model {golden_llama3} --mesh 1p1d-cpu | true"
+    command = f"{sys.executable} -m jpd check --model {golden_llama3} --mesh 1p1d-cpu | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=repo, timeout=60)
     assert "Traceback" not in done.stderr
 

@@ -55,7 +55,7 @@ class ServerProcess:
     def __enter__(self) -> "ServerProcess":
         # In a process group of its own: a Ctrl-C at the terminal reaches us, and we end the server.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jpd.cli", "serve", *self._arguments],
+            [sys.executable, "-m", "jpd", "serve", *self._arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

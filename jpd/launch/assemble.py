@@ -23,7 +23,7 @@ from jpd.guidance.compiler import GrammarCompiler
 from jpd.launch.devices import num_pool_pages
 from jpd.launch.fleet import Member
 from jpd.nn.config import DecoderConfig
-from jpd.parallel.mesh import kv_partitions
+from jpd.parallel.mesh import worker_mesh_shape
 from jpd.transfer.protocol import KVTransfer
 from jpd.worker.client import InProcessClient
 from jpd.worker.decode_attempts import DecodeAttempts
@@ -47,7 +47,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What all workers of a fleet share."""
+    """What the workers of one process share; `sites` are those, the deployment names all."""
 
     model: DecoderConfig
     deployment: DeploymentConfig
@@ -59,20 +59,32 @@ class Assembly:
     can_prefill_locally: bool
     grammars: GrammarCompiler | None  # None: the model has no tokenizer
 
-    def wires_from(self, site: Site) -> dict[str, int]:
+    def wires_from(self, source: WorkerConfig) -> dict[str, int]:
         """Parts in which KV travels to each other worker that decodes; {}: this one never sends."""
-        if site.config.role == "decode":
+        if not source.can_prefill:
             return {}
-        others = (other for other in self.sites if other is not site)
-        return {o.name: _wire(site, o) for o in others if o.config.role != "prefill"}
+        others = (other for other in self.deployment.workers if other.name != source.name)
+        return {other.name: self._wire(source, other) for other in others if other.can_decode}
 
-    def wires_to(self, site: Site) -> set[int]:
+    def wires_to(self, target: WorkerConfig) -> set[int]:
         """Parts in which KV arrives from other workers that prefill."""
         return {
-            wires[site.name]
-            for other in self.sites
-            if site.name in (wires := self.wires_from(other))
+            wires[target.name]
+            for other in self.deployment.workers
+            if target.name in (wires := self.wires_from(other))
         }
+
+    def _wire(self, source: WorkerConfig, target: WorkerConfig) -> int:
+        return math.gcd(*(self._partitions(config) for config in (source, target)))
+
+    def _partitions(self, config: WorkerConfig) -> int:
+        """As `kv_partitions` of its mesh, which may be another process's."""
+        shape = worker_mesh_shape(
+            tensor=config.tensor,
+            expert=config.expert,
+            num_cached_heads=self.model.num_cached_heads,
+        )
+        return shape["tensor"]
 
     def num_compilations(self, site: Site) -> int:
         """Compilations since ready. They are the process's, so only one worker tells of them."""
@@ -80,13 +92,9 @@ class Assembly:
 
     def prefills(self, site: Site) -> bool:
         """Whether this worker gets prefill functions, for others or only for itself."""
-        is_alone = all(other.config.role != "prefill" for other in self.sites)
+        is_alone = not any(other.role == "prefill" for other in self.deployment.workers)
         wants_local = self.can_prefill_locally or self.deployment.router.local_prefill_tokens > 0
-        return site.config.role != "decode" or is_alone or wants_local
-
-
-def _wire(source: Site, target: Site) -> int:
-    return math.gcd(kv_partitions(source.mesh), kv_partitions(target.mesh))
+        return site.config.can_prefill or is_alone or wants_local
 
 
 def assemble_worker(assembly: Assembly, site: Site) -> Member:
@@ -155,10 +163,10 @@ def _make_engines(
     sender = PieceSender(assembly.transfer)
     prefill = decode = None
     if assembly.prefills(site):
-        wires = assembly.wires_from(site)
+        wires = assembly.wires_from(site.config)
         prefill = PrefillEngine(functions, cache, site.leaves, sender.send, wires)
-    if site.config.role != "prefill":
-        wires_to = assembly.wires_to(site)
+    if site.config.can_decode:
+        wires_to = assembly.wires_to(site.config)
         decode = DecodeEngine(functions, cache, site.leaves, site.config.slots, wires_to)
     return _Engines(prefill, decode, sender)
 
@@ -188,7 +196,7 @@ def _make_parts(assembly: Assembly, site: Site, engines: _Engines, pool: PagePoo
         pool=pool,
         prefill=prefill,
         decode=decode,
-        destinations=frozenset(assembly.wires_from(site)),
+        destinations=frozenset(assembly.wires_from(site.config)),
         transfer=assembly.transfer,
         warm_up=engines.warm_up,
         num_compilations=lambda: assembly.num_compilations(site),

@@ -18,10 +18,7 @@ def only_host(deployment: DeploymentConfig) -> HostConfig:
     if len(deployment.hosts) == 1:
         return deployment.hosts[0]
     names = [host.name for host in deployment.hosts]
-    rule = (
-        "this release starts workers in one process on one host (launcher inprocess); the "
-        "launchers for several hosts, subprocess and ray, are not there yet"
-    )
+    rule = "one process has the workers of one host: [launch] kind = subprocess or ray"
     raise ConfigError([Problem(deployment.file, "host", names, rule)])
 
 

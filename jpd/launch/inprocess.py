@@ -18,7 +18,7 @@ from jpd.checkpoint.load import load_params
 from jpd.checkpoint.model_source import Model
 from jpd.checkpoint.package_weights import cache_folder
 from jpd.checkpoint.progress import ProgressCallback
-from jpd.config import DeploymentConfig, WorkerConfig
+from jpd.config import DeploymentConfig, HostConfig, WorkerConfig
 from jpd.engine.buckets import ShapeBuckets
 from jpd.engine.compile_counter import CompileCounter
 from jpd.guidance.compiler import GrammarCompiler
@@ -40,22 +40,25 @@ def launch_workers(
     model: Model,
     deployment: DeploymentConfig,
     *,
+    host: HostConfig | None = None,
     transfer_wrapper: TransferWrapper | None = None,
     progress: ProgressCallback | None = None,
     can_prefill_locally: bool = False,
 ) -> Fleet:
-    """Start all workers and return when each has compiled everything. Blocks.
+    """Start the workers of `host` and return when each has compiled everything. Blocks.
 
-    `can_prefill_locally` gives decode workers prefill functions even if the router never uses them.
-    Raises ConfigError, and leaves no thread behind when it raises.
+    Without `host` the deployment must have only one. `can_prefill_locally` gives decode workers
+    prefill functions even if the router never uses them. Raises ConfigError, and leaves no
+    thread behind when it raises.
     """
-    host = only_host(deployment)
+    host = host or only_host(deployment)
+    workers = deployment.workers_of(host.name)
     source = model.require_source()
     max_model_len = deployment.engine.served_len(model.config.max_len)
     buckets = ShapeBuckets.from_config(deployment.engine, deployment.cache, max_model_len)
     devices = host_devices(host, deployment.file)
     _keep_executables()
-    meshes = [_make_mesh(model, worker, devices) for worker in deployment.workers]
+    meshes = [_make_mesh(model, worker, devices) for worker in workers]
     dtype = deployment.engine.dtype
     abstract = abstract_params(model.config, dtype)
     leaves = load_params(source, model.config, abstract, meshes, dtype, progress)
@@ -65,16 +68,16 @@ def launch_workers(
         deployment=deployment,
         buckets=buckets,
         max_model_len=max_model_len,
-        sites=[Site(*parts) for parts in zip(deployment.workers, meshes, leaves, strict=True)],
+        sites=[Site(*parts) for parts in zip(workers, meshes, leaves, strict=True)],
         transfer=transfer_wrapper(inner) if transfer_wrapper else inner,
         counter=CompileCounter(),
         can_prefill_locally=can_prefill_locally,
-        grammars=_grammar_compiler(model),
+        grammars=grammar_compiler(model),
     )
     return _start(assembly)
 
 
-def _grammar_compiler(model: Model) -> GrammarCompiler | None:
+def grammar_compiler(model: Model) -> GrammarCompiler | None:
     """It reads its vocabulary while the workers compile."""
     if model.tokenizer is None:
         return None

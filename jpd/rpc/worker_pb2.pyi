@@ -108,6 +108,24 @@ class CancelResponse(_message.Message):
     error: bytes
     def __init__(self, error: _Optional[bytes] = ...) -> None: ...
 
+class TellPrefixesRequest(_message.Message):
+    __slots__ = ("worker", "incarnation", "sequence")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    sequence: int
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class TellPrefixesResponse(_message.Message):
+    __slots__ = ("changes_record", "error")
+    CHANGES_RECORD_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    changes_record: bytes
+    error: bytes
+    def __init__(self, changes_record: _Optional[bytes] = ..., error: _Optional[bytes] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("worker",)
     WORKER_FIELD_NUMBER: _ClassVar[int]

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import DeadlineError, JpdError, WorkerLostError
 from jpd.rpc import worker_pb2 as pb
 from jpd.rpc.failures import load_error
@@ -96,6 +97,14 @@ class RemoteClient:
             raise WorkerLostError(self._name, f"is not on host {self._connection.host}")
         self._role = status.role
         return status
+
+    async def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
+        request = pb.TellPrefixesRequest(
+            worker=self._name, incarnation=incarnation, sequence=sequence
+        )
+        silent = self._silent(ANSWER_SECONDS)
+        answer = await self._call("TellPrefixes", request, ANSWER_SECONDS, silent)
+        return load(answer.changes_record, PrefixChanges)
 
     async def drain(self) -> None:
         request = pb.DrainRequest(worker=self._name)

@@ -193,6 +193,16 @@ class WorkerService:
             session.attempts.discard((request.worker, request.attempt_id))
         return answer
 
+    async def TellPrefixes(
+        self, request: pb.TellPrefixesRequest, context: Context
+    ) -> pb.TellPrefixesResponse:
+        answer = pb.TellPrefixesResponse()
+        with self._telling(answer, request.worker):
+            client = self._client(request.worker)
+            changes = await client.prefix_changes(request.incarnation, request.sequence)
+            answer.changes_record = dump(changes)
+        return answer
+
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         answer = pb.DrainResponse()
         with self._telling(answer, request.worker):

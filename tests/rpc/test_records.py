@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import pytest
 
 from jpd import errors
+from jpd.cache.prefix_log import PrefixChanges
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, JpdError, Problem, RequestError, WorkerLostError
 from jpd.mesh_file import load_deployment
@@ -30,7 +31,7 @@ from jpd.worker.service import Peers
 
 MESSAGES = (
     *(Attempt, Reservation, PrefillResult, DecodeEvent, WorkerStatus),
-    *(SamplingParams, Fingerprint, Peers, DeploymentConfig),
+    *(SamplingParams, Fingerprint, Peers, DeploymentConfig, PrefixChanges),
 )
 numbers = itertools.count(1)
 

@@ -102,6 +102,8 @@ async def test_tokens_errors_and_statuses_are_those_of_the_worker() -> None:
         with pytest.raises(WorkerError, match="reserves nothing"):
             await far.client("prefill-0").reserve(attempt_of([1]))
         await far.fleet.assert_at_rest()
+        changes = await decode.prefix_changes("", 0)
+        assert changes == await far.fleet["decode-0"].client.prefix_changes("", 0)
         await asyncio.sleep(0.6)
         for name in far.fleet.members:
             status = await far.client(name).status()

@@ -1,0 +1,142 @@
+"""The process of one host: its workers, their service, and nothing else.
+
+1. Orders come as one line on stdin, which stays open for as long as whoever gave them lives.
+2. Weights, KV pools and executables, as in the embedded launcher.
+3. The worker service opens; a line on stdout says where. SIGTERM ends it; SIGINT is not for it.
+Started by `jpd.launch.subprocess_hosts`; a Ray actor runs the same `Host`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+
+from jpd.checkpoint.model_source import open_model
+from jpd.checkpoint.progress import Progress
+from jpd.launch.fleet import Fleet
+from jpd.launch.inprocess import launch_workers
+from jpd.launch.orders import EVENT_MARK, HostEvent, HostOrders, read_security
+from jpd.launch.pinning import pin_process
+from jpd.rpc.failures import dump_error
+from jpd.rpc.records import dump, load
+from jpd.rpc.security import with_port
+from jpd.worker.fingerprint import fingerprint_of
+from jpd.worker.host_server import HostServer
+from jpd.worker.service import HostParts, WorkerService
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+GRACE_SECONDS = 0.5
+"""For answers under way when the host is told to end."""
+
+logger = logging.getLogger(__name__)
+
+
+class Host:
+    """The workers of one host, behind their service. `start` and `stop` once each."""
+
+    def __init__(self, orders: HostOrders, tell: Callable[[HostEvent], None]) -> None:
+        self._orders, self._tell = orders, tell
+        self._fleet: Fleet | None = None
+        self._server: HostServer | None = None
+
+    async def start(self, address: str) -> None:
+        """Load, compile, open the service on `address`; tells that it is ready. Raises ConfigError,
+        OSError.
+        """
+        orders = self._orders
+        security = read_security(orders.deployment.security, orders.deployment.file, orders.token)
+        self._fleet = await asyncio.to_thread(self._launch)
+        model = open_model(orders.model, weights=orders.weights, need_weights=False)
+        parts = HostParts(
+            name=orders.host,
+            clients={client.name: client for client in self._fleet.clients},
+            fingerprint=fingerprint_of(model.config, orders.deployment),
+            set_peers=lambda peers: None,
+            logits=self._fleet.logits,
+        )
+        self._server = HostServer(WorkerService(parts), security)
+        port = await self._server.start(address)
+        self._tell(HostEvent("ready", address=with_port(address, port)))
+
+    def _launch(self) -> Fleet:
+        orders = self._orders
+        pin_process(orders.config.cores, orders.deployment.file, orders.host)
+        return launch_workers(
+            open_model(orders.model, weights=orders.weights),
+            orders.deployment,
+            host=orders.config,
+            progress=self._tell_progress,
+            can_prefill_locally=orders.can_prefill_locally,
+        )
+
+    def _tell_progress(self, progress: Progress) -> None:
+        self._tell(
+            HostEvent(
+                "loading",
+                done_bytes=progress.done_bytes,
+                total_bytes=progress.total_bytes,
+                elapsed_seconds=progress.elapsed_seconds,
+            )
+        )
+
+    async def stop(self) -> None:
+        """Close the service and free the devices."""
+        if self._server is not None:
+            await self._server.stop(GRACE_SECONDS)
+        if self._fleet is not None:
+            await asyncio.to_thread(self._fleet.close)
+
+
+def main() -> int:
+    """The life of a host process; its exit status."""
+    logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr, force=True)
+    logging.getLogger("jpd").setLevel(logging.INFO)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for who started us
+    orders = load(b64decode(sys.stdin.buffer.readline()), HostOrders)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    try:
+        asyncio.run(_serve(orders))
+    except Exception as error:
+        logger.debug("host %s cannot start", orders.host, exc_info=True)
+        _tell(HostEvent("failed", error=dump_error(error, orders.host)))
+        return 1
+    return 0
+
+
+async def _serve(orders: HostOrders) -> None:
+    told_to_end = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
+    host = Host(orders, _tell)
+    starting = asyncio.create_task(host.start(orders.config.address))
+    ending = asyncio.create_task(told_to_end.wait())
+    await asyncio.wait((starting, ending), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        os._exit(128 + signal.SIGTERM)  # a compilation cannot be broken off otherwise
+    try:
+        await starting
+        await ending
+    finally:
+        ending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await host.stop()
+
+
+def _tell(event: HostEvent) -> None:
+    sys.stdout.write(f"{EVENT_MARK}{b64encode(dump(event)).decode()}\n")
+    sys.stdout.flush()
+
+
+def _end_with_parent() -> None:
+    """stdin ends when whoever started this process has ended, however that came."""
+    while os.read(sys.stdin.fileno(), 1 << 16):  # not the buffered one: its lock outlives us
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

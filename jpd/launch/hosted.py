@@ -1,0 +1,147 @@
+"""A fleet whose workers live in other processes: from model and mesh file to clients of them.
+
+The same face as the embedded fleet. Starts no JAX in this process. Called by `jpd.api`.
+"""
+
+import secrets
+from collections.abc import Sequence
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from jpd.checkpoint.model_source import Model
+from jpd.checkpoint.progress import ProgressCallback
+from jpd.config import DeploymentConfig
+from jpd.errors import ConfigError, Problem, WorkerLostError
+from jpd.guidance.compiler import GrammarCompiler
+from jpd.launch.inprocess import grammar_compiler
+from jpd.launch.orders import HostLauncher, HostOrders, read_security, read_token
+from jpd.launch.supervisor import HostSupervisor
+from jpd.rpc import worker_pb2 as pb
+from jpd.rpc.failures import load_error
+from jpd.rpc.security import Security, is_loopback, open_blocking_channel
+from jpd.rpc.worker_pb2_grpc import WorkerHostStub
+from jpd.worker.connection import HostConnection
+from jpd.worker.fingerprint import fingerprint_of
+from jpd.worker.remote import RemoteClient
+
+LOGITS_SECONDS = 600.0
+
+
+class HostedFleet:
+    """Running hosts and the clients of all their workers."""
+
+    def __init__(
+        self,
+        model: Model,
+        deployment: DeploymentConfig,
+        supervisor: HostSupervisor,
+        security: Security,
+        grammars: GrammarCompiler | None,
+    ) -> None:
+        self._deployment, self._supervisor, self._security = deployment, supervisor, security
+        self.grammars = grammars
+        self._fingerprint = fingerprint_of(model.config, deployment)
+        self._clients = [
+            client for host in deployment.hosts for client in self.clients_of(host.name)
+        ]
+
+    @property
+    def clients(self) -> Sequence[RemoteClient]:
+        return self._clients
+
+    def clients_of(self, host: str) -> list[RemoteClient]:
+        """New clients of the workers of a running host."""
+        place = self._supervisor.places[host]
+        connection = HostConnection(place, self._fingerprint, self._security)
+        workers = place.orders.deployment.workers_of(host)
+        return [RemoteClient(worker.name, worker.role, connection) for worker in workers]
+
+    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits [T, V] at every position, from the first host that prefills. Blocks, compiles."""
+        prefills = [w.host for w in self._deployment.workers if w.role != "decode"]
+        host = (prefills or [worker.host for worker in self._deployment.workers])[0]
+        address = self._supervisor.places[host].address
+        if address is None:
+            raise WorkerLostError(host, self._supervisor.places[host].reason)
+        data, vocab_size = bytearray(), 1
+        with open_blocking_channel(address, self._security) as channel:
+            request = pb.LogitsRequest(token_ids=token_ids)
+            try:
+                for part in WorkerHostStub(channel).Logits(
+                    request, timeout=LOGITS_SECONDS, metadata=self._security.metadata
+                ):
+                    if part.error:
+                        raise load_error(part.error, host)
+                    data += part.data
+                    vocab_size = part.vocab_size
+            except grpc.RpcError as error:
+                raise WorkerLostError(host, str(error)) from error
+        return np.frombuffer(bytes(data), np.float32).reshape(-1, vocab_size)
+
+    def close(self) -> None:
+        """End all hosts. Idempotent, blocks."""
+        self._supervisor.close()
+        if self.grammars is not None:
+            self.grammars.close()
+
+
+def launch_hosts(
+    model: Model,
+    deployment: DeploymentConfig,
+    launcher: HostLauncher,
+    *,
+    progress: ProgressCallback | None = None,
+    can_prefill_locally: bool = False,
+) -> HostedFleet:
+    """Start every host of the deployment and return when all are ready. Blocks.
+
+    Raises ConfigError, WorkerLostError, and leaves no process behind when it raises.
+    """
+    _check_addresses(deployment)
+    _check_roles(deployment)
+    model.require_source()
+    token = read_token(deployment.security, deployment.file) or secrets.token_urlsafe(32)
+    security = read_security(deployment.security, deployment.file, token)
+    supervisor = HostSupervisor(launcher, deployment.launch, security, progress)
+    supervisor.start(
+        [
+            HostOrders(
+                host=host.name,
+                deployment=deployment,
+                model=model.spec,
+                weights=model.config.weights,
+                can_prefill_locally=can_prefill_locally,
+                token=token,
+            )
+            for host in deployment.hosts
+        ]
+    )
+    return HostedFleet(model, deployment, supervisor, security, grammar_compiler(model))
+
+
+def _check_addresses(deployment: DeploymentConfig) -> None:
+    """Tokens, prompts and KV do not go over a network in the clear unless that was asked for."""
+    security = deployment.security
+    if security.has_certificates or security.insecure:
+        return
+    rule = (
+        "others can reach this address: give [security] ca_file, certificate_file and key_file, "
+        "or say --insecure"
+    )
+    problems = [
+        Problem(deployment.file, f"host.{host.name}.address", host.address, rule)
+        for host in deployment.hosts
+        if not is_loopback(host.address)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_roles(deployment: DeploymentConfig) -> None:
+    """KV travels within a host only."""
+    apart = [worker.name for worker in deployment.workers if worker.role != "colocated"]
+    if len(deployment.hosts) > 1 and apart:
+        rule = "KV does not travel between hosts yet: the workers of several hosts are colocated"
+        raise ConfigError([Problem(deployment.file, "worker.role", apart, rule)])

@@ -1,0 +1,64 @@
+"""Picks the launcher that the mesh file names. Called by `jpd.api`."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jpd.checkpoint.model_source import Model
+from jpd.checkpoint.progress import ProgressCallback
+from jpd.config import DeploymentConfig
+from jpd.errors import ConfigError, Problem
+from jpd.guidance.compiler import GrammarCompiler
+from jpd.launch.hosted import launch_hosts
+from jpd.launch.inprocess import TransferWrapper, launch_workers
+from jpd.launch.subprocess_hosts import SubprocessLauncher
+from jpd.worker.protocol import WorkerClient
+
+
+class RunningFleet(Protocol):
+    """Running workers, whichever launcher started them."""
+
+    @property
+    def clients(self) -> Sequence[WorkerClient]: ...
+
+    @property
+    def grammars(self) -> GrammarCompiler | None: ...
+
+    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]: ...
+
+    def close(self) -> None: ...
+
+
+def launch_fleet(
+    model: Model,
+    deployment: DeploymentConfig,
+    *,
+    transfer_wrapper: TransferWrapper | None = None,
+    progress: ProgressCallback | None = None,
+    can_prefill_locally: bool = False,
+) -> RunningFleet:
+    """All workers of the deployment, ready. Blocks; raises ConfigError, WorkerError.
+
+    `transfer_wrapper` is for the embedded launcher only.
+    """
+    kind = deployment.launch.kind
+    if kind == "inprocess":
+        return launch_workers(
+            model,
+            deployment,
+            transfer_wrapper=transfer_wrapper,
+            progress=progress,
+            can_prefill_locally=can_prefill_locally,
+        )
+    if transfer_wrapper is not None:
+        rule = "a transfer_wrapper needs the workers in this process"
+        raise ConfigError([Problem(deployment.file, "launch.kind", kind, rule)])
+    return launch_hosts(
+        model,
+        deployment,
+        SubprocessLauncher(),
+        progress=progress,
+        can_prefill_locally=can_prefill_locally,
+    )

@@ -1,0 +1,116 @@
+"""What a host process is told at its start, and what it tells back. Records, as all that travels.
+
+Used by every launcher of hosts and by the host itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from jpd.config import DeploymentConfig, HostConfig, SecurityConfig
+from jpd.errors import ConfigError, Problem
+from jpd.nn.config import WeightFormat
+from jpd.rpc.security import Certificates, Security
+
+EVENT_MARK = "jpd-host: "
+"""Begins the lines of a host process's stdout that hold an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostOrders:
+    """All that a host needs to know; the model and the certificates it opens itself."""
+
+    host: str
+    deployment: DeploymentConfig
+    model: str  # as `open_model` takes it, on the host's machine
+    weights: WeightFormat | None
+    can_prefill_locally: bool
+    token: str
+
+    @property
+    def config(self) -> HostConfig:
+        return self.deployment.host(self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class HostEvent:
+    """One thing a host, or who watches its process, has to say."""
+
+    kind: Literal["loading", "ready", "failed", "ended"]
+    address: str = ""  # ready: of its worker service
+    kv_address: str = ""  # ready: where KV for its workers goes
+    error: bytes = b""  # failed: by jpd.rpc.failures
+    reason: str = ""  # ended: how
+    done_bytes: int = 0  # loading
+    total_bytes: int = 0
+    elapsed_seconds: float = 0.0
+
+
+OnEvent = Callable[[HostEvent], None]
+"""Called on any thread; must not block."""
+
+
+class HostHandle(Protocol):
+    """One running host, whoever runs it."""
+
+    def stop(self) -> None:
+        """Ask it to end; does not wait."""
+        ...
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether it has ended by then."""
+        ...
+
+    def kill(self) -> None:
+        """End it now. Idempotent."""
+        ...
+
+
+class HostLauncher(Protocol):
+    """Starts hosts. `restarts_hosts`: who ended by itself comes back without being asked for."""
+
+    @property
+    def restarts_hosts(self) -> bool: ...
+
+    def start(self, orders: HostOrders, on_event: OnEvent) -> HostHandle:
+        """Start a host and return at once; the rest is told by events, "ended" being the last."""
+        ...
+
+    def close(self) -> None:
+        """Free what belongs to no single host."""
+        ...
+
+
+def read_security(config: SecurityConfig, file: str, token: str) -> Security:
+    """The token and the certificates. Raises ConfigError when a file cannot be read."""
+    if config.ca_file is None or config.certificate_file is None or config.key_file is None:
+        return Security(token)
+    authority, certificate, key = (
+        _read(file, key, path)
+        for key, path in (
+            ("ca_file", config.ca_file),
+            ("certificate_file", config.certificate_file),
+            ("key_file", config.key_file),
+        )
+    )
+    return Security(token, Certificates(authority, certificate, key))
+
+
+def read_token(config: SecurityConfig, file: str) -> str | None:
+    """The token of the file, None when there is none. Raises ConfigError."""
+    if config.token_file is None:
+        return None
+    token = _read(file, "token_file", config.token_file).decode("utf-8", "replace").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        rule = "must hold one line of printable ASCII"
+        raise ConfigError([Problem(file, "security.token_file", config.token_file, rule)])
+    return token
+
+
+def _read(file: str, key: str, path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror or error}"
+        raise ConfigError([Problem(file, f"security.{key}", path, rule)]) from error
