@@ -128,7 +128,7 @@ class EngineRig:
         rows = []
         for _ in range(batch):
             pages = self._take(context + num_steps)
-            rows.append(DecodeRow(self._name(), pages, 3, context, _greedy(num_steps)))
+            rows.append(DecodeRow(self._name(), pages, 3, (5,) * context, _greedy(num_steps)))
             self.decode[batch].insert(rows[-1])
         return rows
 

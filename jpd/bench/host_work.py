@@ -19,7 +19,7 @@ from jpd.engine.decode import DecodeEngine, DecodeRow
 from jpd.engine.decode_state import DecodeState, empty_state
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.results import Outcome, StepResults
-from jpd.engine.sampling import on_host
+from jpd.engine.sampling_rows import on_host
 from jpd.engine.scheduler import PrefillScheduler
 from jpd.engine.token_masks import TokenMasks
 from jpd.request import SamplingParams
@@ -104,7 +104,7 @@ def _decode(num_steps: int = 20) -> float:
     engine = paper_engine()
     sampling = SamplingParams(temperature=0.0, max_tokens=2 * NUM_ROUNDS * num_steps)
     for number in range(NUM_SLOTS):
-        engine.insert(DecodeRow(str(number), (1,), 3, PROMPT_TOKENS, sampling))
+        engine.insert(DecodeRow(str(number), (1,), 3, (5,) * PROMPT_TOKENS, sampling))
     engine.step()
 
     def work() -> None:
@@ -143,10 +143,11 @@ class _PaperFunctions(ModelFunctions):
             tokens=on_host(np.full((NUM_SLOTS, 1), 3, np.int32)),
             num_tokens=on_host(np.ones(NUM_SLOTS, np.int32)),
             outcomes=on_host(np.full(NUM_SLOTS, Outcome.RUNNING, np.int32)),
+            logprobs=None,
         )
 
     def new_state(self) -> DecodeState:
-        return empty_state(NUM_SLOTS, self.buckets.max_pages)
+        return empty_state(NUM_SLOTS, self.buckets.max_pages, self.buckets.page_size)
 
     def insert(self, state: DecodeState, row: DecodeState, slot: int) -> DecodeState:
         return state

@@ -13,25 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpd.cache.page_allocator import BIN_PAGE
+from jpd.engine.logprobs import LogprobArrays
 from jpd.engine.results import Outcome, StepResults, one_token_results, outcomes_of
-from jpd.engine.sampling import SamplingRows, greedy_rows, on_host, sampling_row
+from jpd.engine.sampling_rows import SamplingRows, greedy_rows, on_host, sampling_row
 from jpd.request import SamplingParams
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class DecodeState:
-    """Slots of the batch. B slots, W pages of the longest sequence."""
+    """Slots of the batch. B slots, W pages and H tokens of the longest sequence."""
 
     tokens: jax.Array  # int32 [B]: the latest token, not yet in the KV cache
     positions: jax.Array  # int32 [B]: where it stands = tokens in the KV cache
     active: jax.Array  # bool [B]
     last_position: jax.Array  # int32 [B]: where the last allowed token stands
     page_table: jax.Array  # int32 [B, W]
+    history: jax.Array  # int32 [B, H]: prompt and output, up to `tokens` at `positions`
     sampling: SamplingRows
 
 
-def empty_state(num_slots: int, max_pages: int) -> DecodeState:
+def empty_state(num_slots: int, max_pages: int, page_size: int) -> DecodeState:
     """Idle slots, on the host."""
     return DecodeState(
         tokens=on_host(np.zeros(num_slots, np.int32)),
@@ -39,31 +41,40 @@ def empty_state(num_slots: int, max_pages: int) -> DecodeState:
         active=on_host(np.zeros(num_slots, np.bool_)),
         last_position=on_host(np.zeros(num_slots, np.int32)),
         page_table=on_host(np.full((num_slots, max_pages), BIN_PAGE, np.int32)),
+        history=on_host(np.zeros((num_slots, max_pages * page_size), np.int32)),
         sampling=greedy_rows(num_slots),
     )
 
 
 def one_row(
     *,
-    token_id: int,
-    position: int,
+    token_ids: Sequence[int],
+    num_output_tokens: int,
     page_ids: Sequence[int],
     max_pages: int,
+    page_size: int,
     sampling: SamplingParams,
     stop_token_ids: Sequence[int],
 ) -> DecodeState:
-    """A state of one slot, on the host, whose first output token stands at `position`."""
+    """A state of one slot, on the host. The last of its tokens is not in the pages yet.
+
+    max_tokens of its sampling counts from this token on, num_output_tokens those before it.
+    """
     if sampling.max_tokens is None:
         raise ValueError("max_tokens is not resolved")
     page_table = np.full((1, max_pages), BIN_PAGE, np.int32)
     page_table[0, : len(page_ids)] = page_ids
+    history = np.zeros((1, max_pages * page_size), np.int32)
+    history[0, : len(token_ids)] = token_ids
+    position = len(token_ids) - 1
     return DecodeState(
-        tokens=on_host(np.array([token_id], np.int32)),
+        tokens=on_host(np.array([token_ids[-1]], np.int32)),
         positions=on_host(np.array([position], np.int32)),
         active=on_host(np.ones(1, np.bool_)),
         last_position=on_host(np.array([position + sampling.max_tokens - 1], np.int32)),
         page_table=on_host(page_table),
-        sampling=sampling_row(sampling, stop_token_ids, position),
+        history=on_host(history),
+        sampling=sampling_row(sampling, stop_token_ids, position, num_output_tokens),
     )
 
 
@@ -79,8 +90,9 @@ def deactivate(state: DecodeState, slot: jax.Array) -> DecodeState:
 
 
 def first_rows(state: DecodeState, num_rows: int) -> DecodeState:
+    """The state of these rows. The history stays whole, for its rows to be written in place."""
     part: DecodeState = jax.tree.map(lambda whole: whole[:num_rows], state)
-    return part
+    return dataclasses.replace(part, history=state.history)
 
 
 def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
@@ -91,19 +103,23 @@ def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
         tokens=state.tokens.at[:num_rows].set(part.tokens),
         positions=state.positions.at[:num_rows].set(part.positions),
         active=state.active.at[:num_rows].set(part.active),
+        history=part.history,
     )
 
 
 def advance(
-    state: DecodeState, tokens: jax.Array, takes_part: jax.Array
+    state: DecodeState, tokens: jax.Array, logprobs: LogprobArrays, takes_part: jax.Array
 ) -> tuple[DecodeState, StepResults]:
     """Take a step's tokens [B], one for each active slot that took part; the others stay."""
     positions = state.positions + 1
     outcomes = outcomes_of(tokens, positions, state.sampling, state.last_position, takes_part)
+    row_ids = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    columns = jnp.where(takes_part, positions, state.history.shape[1])  # out of range: dropped
     updated = dataclasses.replace(
         state,
         tokens=jnp.where(takes_part, tokens, state.tokens),
         positions=jnp.where(takes_part, positions, state.positions),
         active=jnp.where(takes_part, outcomes == Outcome.RUNNING.value, state.active),
+        history=state.history.at[row_ids, columns].set(tokens, mode="drop"),
     )
-    return updated, one_token_results(tokens, outcomes)
+    return updated, one_token_results(tokens, outcomes, logprobs)

@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
 from jpd.engine.buckets import ChunkShape, DecodeShape, ShapeBuckets, decode_rows
 from jpd.engine.decode_state import DecodeState, deactivate, empty_state, insert_row
+from jpd.engine.logprobs import LogprobArrays
 from jpd.engine.page_moves import PageMoves
-from jpd.engine.prefill_chunk import PrefillChunk, make_chunk, prompt_rows
+from jpd.engine.prefill_chunk import ChunkPrompt, PrefillChunk, make_chunk, prompt_rows
 from jpd.engine.results import StepResults
-from jpd.engine.sampling import greedy_rows
+from jpd.engine.sampling_rows import greedy_rows
 from jpd.engine.steps import (
     Layers,
     Leaves,
@@ -57,8 +58,9 @@ class ModelFunctions:
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._pool = (sharding_for(mesh, POOL_AXES, spec.layer_shape),) * spec.num_layers
-        self._prefill = self._jit_chunk(prefill_chunk, num_inputs=2)
-        self._logits = self._jit_chunk(chunk_logits, num_inputs=1)
+        self._prefill = self._jit_chunk(prefill_chunk, num_inputs=2, num_results=2)
+        self._logits = self._jit_chunk(chunk_logits, num_inputs=1, num_results=1)
+        self._no_history = self._empty_histories()
         self._decode = {
             shape: self._jit_decode(shape) for shape in buckets.decode_shapes(num_slots)
         }
@@ -71,13 +73,23 @@ class ModelFunctions:
         self._insert = jax.jit(insert_row, **in_place)
         self._deactivate = jax.jit(deactivate, **in_place)
 
-    def _jit_chunk(self, step: Any, num_inputs: int) -> jax.stages.Wrapped:
+    def _jit_chunk(self, step: Any, num_inputs: int, num_results: int) -> jax.stages.Wrapped:
         return jax.jit(
             _named(functools.partial(step, self._definition), step.__name__),
             in_shardings=(self.param_shardings, self._pool, *(self._replicated,) * num_inputs),
-            out_shardings=(self._pool, self._replicated),
+            out_shardings=(self._pool, *(self._replicated,) * num_results),
             donate_argnums=1,
         )
+
+    def _empty_histories(self) -> dict[tuple[int, int], jax.Array]:
+        sizes = {(shape.num_rows, shape.width) for shape in self.buckets.prefill_shapes}
+        page_size = self.buckets.page_size
+        return {
+            (num_rows, width): jax.device_put(
+                np.zeros((num_rows, width * page_size), np.int32), self._replicated
+            )
+            for num_rows, width in sizes
+        }
 
     def _jit_decode(self, shape: DecodeShape) -> jax.stages.Wrapped:
         step = functools.partial(decode_step, self._definition, shape)
@@ -94,11 +106,18 @@ class ModelFunctions:
         layers: Layers,
         chunk: PrefillChunk,
         masks: TokenMasks | None = None,
-    ) -> tuple[Layers, StepResults]:
-        """Compute one chunk. `masks` None: no row is guided. Donates layers."""
+    ) -> tuple[Layers, StepResults, LogprobArrays]:
+        """Compute one chunk. `masks` None: no row is guided. Donates layers.
+
+        The last result is of the prompt's own tokens [R, T].
+        """
         on_devices = self._masks(masks, chunk.start.shape[0])
-        layers, results = self._prefill(leaves, layers, chunk, on_devices)
-        return layers, results
+        layers, results, of_prompt = self._prefill(leaves, layers, chunk, on_devices)
+        return layers, results, of_prompt
+
+    def no_history(self, shape: ChunkShape) -> jax.Array:
+        """For a chunk of this shape without penalties: on the devices, so that nothing travels."""
+        return self._no_history[shape.num_rows, shape.width]
 
     def decode(
         self,
@@ -137,7 +156,7 @@ class ModelFunctions:
 
     def new_state(self) -> DecodeState:
         """Idle slots, on the devices."""
-        empty = empty_state(self.num_slots, self.buckets.max_pages)
+        empty = empty_state(self.num_slots, self.buckets.max_pages, self.buckets.page_size)
         state: DecodeState = jax.device_put(empty, self._replicated)
         return state
 
@@ -148,22 +167,16 @@ class ModelFunctions:
         """
         num_pages = self.buckets.context_width(len(token_ids))
         layers = KVCache(dataclasses.replace(self.spec, num_pages=num_pages + 1), self.mesh).layers
-        page_ids = range(1, num_pages + 1)
+        last = len(token_ids) - 1
+        prompt = ChunkPrompt(token_ids, range(1, num_pages + 1), greedy_rows(1), last)
         found = []
         for start in range(0, len(token_ids), self.buckets.prefill_chunk):
             num_tokens = min(self.buckets.prefill_chunk, len(token_ids) - start)
             layout = self.buckets.chunk_layout(num_tokens)
-            rows = prompt_rows(
-                token_ids,
-                start,
-                num_tokens,
-                layout.row_length,
-                page_ids,
-                greedy_rows(1),
-                last_position=len(token_ids) - 1,
-            )
             shape = ChunkShape(*layout, self.buckets.context_width(start + num_tokens))
-            layers, logits = self._logits(leaves, layers, make_chunk(shape, rows))
+            rows = prompt_rows(prompt, start, num_tokens, layout.row_length)
+            chunk = make_chunk(shape, rows, self.no_history(shape))
+            layers, logits = self._logits(leaves, layers, chunk)
             flat = np.asarray(logits).reshape(layout.num_tokens, -1)
             found.append(flat[:num_tokens])  # all rows but the last are full
         return np.concatenate(found)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jpd.errors import RequestError
 from jpd.guidance.guide import Guide, GuideState, Mask, wait_for_any
+from jpd.request import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class _Followed:
     guide: Guide
     is_computed: bool = False  # a step that was dispatched computes its next token
     untold: tuple[int, ...] = ()  # read, but the guide has not judged them
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of these, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Verdict:
 
     attempt_id: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
     is_complete: bool  # nothing may follow
     error: RequestError | None  # the guide cannot be followed any further
 
@@ -65,10 +68,12 @@ class GuidedRows:
             self._rows[attempt_id].is_computed = True
         return {attempt_id: self._rows[attempt_id].guide.mask for attempt_id in guided}
 
-    def take(self, attempt_id: str, token_id: int) -> None:
+    def take(
+        self, attempt_id: str, token_id: int, logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> None:
         """The step's token was read: its guide goes on, on another thread."""
         row = self._rows[attempt_id]
-        row.is_computed, row.untold = False, (token_id,)
+        row.is_computed, row.untold, row.logprobs = False, (token_id,), logprobs
         row.guide.advance(token_id)
 
     def settle(self) -> list[Verdict]:
@@ -82,8 +87,9 @@ class GuidedRows:
             if row.untold or is_over:
                 error = row.guide.error if state is GuideState.FAILED else None
                 is_complete = state is GuideState.COMPLETE
-                verdicts.append(Verdict(attempt_id, row.untold, is_complete, error))
-                row.untold = ()
+                verdict = Verdict(attempt_id, row.untold, row.logprobs, is_complete, error)
+                verdicts.append(verdict)
+                row.untold, row.logprobs = (), ()
             if is_over:
                 del self._rows[attempt_id]
         return verdicts

@@ -12,13 +12,13 @@ import numpy as np
 
 from jpd.cache.page_allocator import BIN_PAGE
 from jpd.engine.buckets import ChunkShape
-from jpd.engine.sampling import SamplingRows, greedy_rows, on_host
+from jpd.engine.sampling_rows import SamplingRows, greedy_rows, on_host
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """R rows of T tokens with tables of W pages, all padded."""
+    """R rows of T tokens with tables of W pages for H tokens, all padded."""
 
     tokens: jax.Array  # int32 [R, T]
     start: jax.Array  # int32 [R]: position of the first token
@@ -27,45 +27,56 @@ class PrefillChunk:
     is_last: jax.Array  # bool [R]: the prompt ends here, a token is sampled after it
     last_position: jax.Array  # int32 [R]: where the last allowed token stands
     sampling: SamplingRows
+    history: jax.Array  # int32 [R, H]: all tokens of the prompts that penalties ask for
+    next_token: jax.Array  # int32 [R]: of the prompt, after the row's last one; 0 at its end
+    wants_prompt_logprobs: jax.Array  # bool [R]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPrompt:
+    """One prompt, on the host: what the rows of all its chunks are made of."""
+
+    token_ids: Sequence[int]
+    page_ids: Sequence[int]  # of the sequence, from its first page on
+    sampling: SamplingRows  # of one row
+    last_position: int
+    has_penalties: bool = False
+    wants_logprobs: bool = False  # of its own tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRow:
     """A part of one prompt, on the host."""
 
-    token_ids: Sequence[int]
+    prompt: ChunkPrompt
     start: int
-    page_ids: Sequence[int]  # of the sequence, from its first page on
-    is_last: bool
-    last_position: int
-    sampling: SamplingRows  # of one row
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == len(self.prompt.token_ids)
+
+    @property
+    def next_token(self) -> int:
+        return 0 if self.is_last else self.prompt.token_ids[self.end]
 
 
 def prompt_rows(
-    token_ids: Sequence[int],
-    start: int,
-    num_tokens: int,
-    row_length: int,
-    page_ids: Sequence[int],
-    sampling: SamplingRows,
-    last_position: int,
+    prompt: ChunkPrompt, start: int, num_tokens: int, row_length: int
 ) -> list[ChunkRow]:
-    """num_tokens of a whole prompt from position `start` on, cut in rows; all but one are full."""
+    """num_tokens of a prompt from position `start` on, cut in rows; all but one are full."""
     end = start + num_tokens
     return [
-        ChunkRow(
-            token_ids=token_ids[first : min(first + row_length, end)],
-            start=first,
-            page_ids=page_ids,
-            is_last=min(first + row_length, end) == len(token_ids),
-            last_position=last_position,
-            sampling=sampling,
-        )
+        ChunkRow(prompt, first, min(first + row_length, end))
         for first in range(start, end, row_length)
     ]
 
 
-def empty_chunk(shape: ChunkShape) -> PrefillChunk:
+def empty_chunk(shape: ChunkShape, history: jax.Array) -> PrefillChunk:
     """A chunk of this shape without a valid token, on the host; every row samples."""
     return PrefillChunk(
         tokens=on_host(np.zeros((shape.num_rows, shape.row_length), np.int32)),
@@ -75,31 +86,61 @@ def empty_chunk(shape: ChunkShape) -> PrefillChunk:
         is_last=on_host(np.ones(shape.num_rows, np.bool_)),
         last_position=on_host(np.zeros(shape.num_rows, np.int32)),
         sampling=greedy_rows(shape.num_rows),
+        history=history,
+        next_token=on_host(np.zeros(shape.num_rows, np.int32)),
+        wants_prompt_logprobs=on_host(np.zeros(shape.num_rows, np.bool_)),
     )
 
 
-def make_chunk(shape: ChunkShape, rows: Sequence[ChunkRow]) -> PrefillChunk:
-    """These rows in a chunk of this shape, on the host; the rows that are left stay empty."""
+def make_chunk(shape: ChunkShape, rows: Sequence[ChunkRow], no_history: jax.Array) -> PrefillChunk:
+    """These rows in a chunk of this shape, on the host; the rows that are left stay empty.
+
+    no_history, of `ModelFunctions`, stands in where no row has one.
+    """
     num_empty = shape.num_rows - len(rows)
     tokens = np.zeros((shape.num_rows, shape.row_length), np.int32)
     page_table = np.full((shape.num_rows, shape.width), BIN_PAGE, np.int32)
     for index, row in enumerate(rows):
-        tokens[index, : len(row.token_ids)] = row.token_ids
-        used = row.page_ids[: shape.width]
+        tokens[index, : row.num_tokens] = row.prompt.token_ids[row.start : row.end]
+        used = row.prompt.page_ids[: shape.width]
         page_table[index, : len(used)] = used
     empty = (greedy_rows(num_empty),) if num_empty else ()
     sampling: SamplingRows = jax.tree.map(
-        lambda *parts: on_host(np.concatenate(parts)), *(row.sampling for row in rows), *empty
+        lambda *parts: on_host(np.concatenate(parts)),
+        *(row.prompt.sampling for row in rows),
+        *empty,
     )
     return PrefillChunk(
         tokens=on_host(tokens),
         start=_column([row.start for row in rows], num_empty),
-        num_valid=_column([len(row.token_ids) for row in rows], num_empty),
+        num_valid=_column([row.num_tokens for row in rows], num_empty),
         page_table=on_host(page_table),
-        is_last=on_host(np.array([*(row.is_last for row in rows), *[False] * num_empty], np.bool_)),
-        last_position=_column([row.last_position for row in rows], num_empty),
+        is_last=_flags([row.is_last for row in rows], num_empty),
+        last_position=_column([row.prompt.last_position for row in rows], num_empty),
         sampling=sampling,
+        history=_histories(rows, no_history),
+        next_token=_column([row.next_token for row in rows], num_empty),
+        wants_prompt_logprobs=_flags([row.prompt.wants_logprobs for row in rows], num_empty),
     )
+
+
+def _histories(rows: Sequence[ChunkRow], no_history: jax.Array) -> jax.Array:
+    """Whole prompts in the rows that sample with penalties."""
+    wanted = {
+        index: row.prompt.token_ids
+        for index, row in enumerate(rows)
+        if row.is_last and row.prompt.has_penalties
+    }
+    if not wanted:
+        return no_history
+    histories = np.zeros(no_history.shape, np.int32)
+    for index, token_ids in wanted.items():
+        histories[index, : len(token_ids)] = token_ids
+    return on_host(histories)
+
+
+def _flags(values: list[bool], num_empty: int) -> jax.Array:
+    return on_host(np.array(values + [False] * num_empty, np.bool_))
 
 
 def _column(values: list[int], num_empty: int) -> jax.Array:

@@ -4,6 +4,7 @@ Made inside jit by `jpd.engine.steps`, copied to the host while the next step ru
 engines. Knows no attempts.
 """
 
+import dataclasses
 import enum
 from dataclasses import dataclass
 
@@ -11,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpd.engine.sampling import SamplingRows, on_host
-from jpd.request import FinishReason
+from jpd.engine.logprobs import LogprobArrays, read_logprobs
+from jpd.engine.sampling_rows import SamplingRows, on_host
+from jpd.request import FinishReason, TokenLogprobs
 
 
 class Outcome(enum.IntEnum):
@@ -35,6 +37,11 @@ class StepResults:
     tokens: jax.Array  # int32 [rows, M]
     num_tokens: jax.Array  # int32 [rows]: how many of them are real, from the first on
     outcomes: jax.Array  # int32 [rows]: Outcome, after the last of them
+    logprobs: LogprobArrays | None  # [rows, M]; None: not wanted on the host
+
+    def without_logprobs(self) -> "StepResults":
+        """The rest, so that these are not copied."""
+        return dataclasses.replace(self, logprobs=None)
 
     def copy_to_host_async(self) -> None:
         """Begin to copy; does not wait."""
@@ -50,11 +57,22 @@ class StepResults:
         """The real tokens of a row; of results on the host."""
         return tuple(self.tokens[row, : int(self.num_tokens[row])].tolist())
 
+    def token_logprobs(self, row: int, num_top: int | None) -> tuple[TokenLogprobs, ...]:
+        """Of each real token of a row, if num_top says that it asked; of results on the host."""
+        if num_top is None:
+            return ()
+        assert self.logprobs is not None, "a row asked for logprobs, and they were not copied"
+        of_row = jax.tree.map(lambda array: array[row], self.logprobs)
+        return read_logprobs(of_row, slice(int(self.num_tokens[row])), num_top)
 
-def one_token_results(tokens: jax.Array, outcomes: jax.Array) -> StepResults:
+
+def one_token_results(
+    tokens: jax.Array, outcomes: jax.Array, logprobs: LogprobArrays
+) -> StepResults:
     """Results of a step with one token [B] for every row that is not idle."""
     num_tokens = (outcomes != Outcome.IDLE.value).astype(jnp.int32)
-    return StepResults(tokens[:, None], num_tokens, outcomes)
+    with_places = jax.tree.map(lambda array: array[:, None], logprobs)
+    return StepResults(tokens[:, None], num_tokens, outcomes, with_places)
 
 
 def joined_results(steps: StepResults) -> StepResults:
@@ -65,7 +83,8 @@ def joined_results(steps: StepResults) -> StepResults:
     num_tokens = jnp.sum(steps.num_tokens, axis=0)
     last = jnp.maximum(num_tokens - 1, 0)[None]
     outcomes = jnp.take_along_axis(steps.outcomes, last, axis=0)[0]
-    return StepResults(jnp.transpose(steps.tokens[:, :, 0]), num_tokens, outcomes)
+    logprobs = jax.tree.map(lambda array: jnp.swapaxes(array[:, :, 0], 0, 1), steps.logprobs)
+    return StepResults(jnp.transpose(steps.tokens[:, :, 0]), num_tokens, outcomes, logprobs)
 
 
 def outcomes_of(

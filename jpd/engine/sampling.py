@@ -1,96 +1,43 @@
 """Choosing tokens inside the jitted step; every setting is an array by row, so nothing recompiles.
 
-1. A batch of greedy rows, all past their min_tokens, takes the best tokens and does nothing else.
-2. Else each row's filters become one threshold on its weights exp((logit - max) / temperature).
-3. The token is drawn, by one uniform number, from the weights at or above the threshold.
+1. A batch of plain greedy rows takes the best tokens and does nothing else.
+2. Else logits get what penalties.py adds: bias, penalties, no stop id before min_tokens.
+3. Each row's filters become one threshold on its weights exp((logit - max) / temperature).
+4. The token is drawn, by one uniform number, from the weights at or above the threshold.
 Called by the engines' step functions. Knows no model and no pages.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jpd.request import MAX_STOP_TOKEN_IDS, SamplingParams
-
-NUM_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
-"""Width of a row's stop ids: the request's own and the model's."""
-
-NO_TOKEN = -1
+from jpd.engine.penalties import with_bias, with_penalties, without_early_stops
+from jpd.engine.sampling_rows import SamplingRows
 
 NUM_CANDIDATES = 256
 """Thresholds are sought among so many best tokens; where these are too few, by bisection."""
-
-BARRED = -1e30
-"""A logit that is taken only where all others are minus infinity."""
 
 ONE_BITS = 0x3F800000
 """1.0 as bits. Floats from 0 up are ordered as their bits are."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """Sampling settings of the rows of a call: numpy arrays on the host, JAX arrays inside jit."""
+def sample(
+    logits: jax.Array,
+    rows: SamplingRows,
+    positions: jax.Array,
+    read_history: Callable[[], jax.Array],
+) -> jax.Array:
+    """float32 logits [B, V] → int32 tokens [B], which will stand at `positions` [B].
 
-    temperature: jax.Array  # float32 [B]; 0: greedy
-    top_p: jax.Array  # float32 [B]; 1: off
-    min_p: jax.Array  # float32 [B]; 0: off
-    top_k: jax.Array  # int32 [B]; 0: off
-    seed: jax.Array  # uint32 [B, 2]: high and low half
-    stop_ids: jax.Array  # int32 [B, NUM_STOP_IDS], padded with NO_TOKEN
-    min_position: jax.Array  # int32 [B]: no stop id is chosen for a position before this one
-
-
-def greedy_rows(num_rows: int) -> SamplingRows:
-    """Greedy rows without stop ids, on the host."""
-    return SamplingRows(
-        temperature=on_host(np.zeros(num_rows, np.float32)),
-        top_p=on_host(np.ones(num_rows, np.float32)),
-        min_p=on_host(np.zeros(num_rows, np.float32)),
-        top_k=on_host(np.zeros(num_rows, np.int32)),
-        seed=on_host(np.zeros((num_rows, 2), np.uint32)),
-        stop_ids=on_host(np.full((num_rows, NUM_STOP_IDS), NO_TOKEN, np.int32)),
-        min_position=on_host(np.zeros(num_rows, np.int32)),
-    )
-
-
-def sampling_row(
-    sampling: SamplingParams, stop_token_ids: Sequence[int], first_position: int
-) -> SamplingRows:
-    """One request's row, on the host; its first output token stands at first_position."""
-    if len(stop_token_ids) > NUM_STOP_IDS:
-        raise ValueError(f"{len(stop_token_ids)} stop ids, a row has room for {NUM_STOP_IDS}")
-    stop_ids = np.full((1, NUM_STOP_IDS), NO_TOKEN, np.int32)
-    stop_ids[0, : len(stop_token_ids)] = stop_token_ids
-    seed = (sampling.seed or 0) % (1 << 64)
-    return SamplingRows(
-        temperature=on_host(np.array([sampling.temperature], np.float32)),
-        top_p=on_host(np.array([sampling.top_p], np.float32)),
-        min_p=on_host(np.array([sampling.min_p], np.float32)),
-        top_k=on_host(np.array([sampling.top_k], np.int32)),
-        seed=on_host(np.array([[seed >> 32, seed & 0xFFFFFFFF]], np.uint32)),
-        stop_ids=on_host(stop_ids),
-        min_position=on_host(np.array([first_position + sampling.min_tokens], np.int32)),
-    )
-
-
-def on_host(array: "np.ndarray[Any, Any]") -> jax.Array:
-    """Jitted functions take numpy arrays as they are, without a compilation."""
-    return cast(jax.Array, array)
-
-
-def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
-    """float32 logits [B, V] → int32 tokens [B], which will stand at `positions` [B]."""
-    is_plain = (rows.temperature == 0) & (positions >= rows.min_position)
+    read_history gives the tokens before them, int32 [B, H]; it is called where only a call with
+    penalties gets to, so that others copy nothing.
+    """
     tokens: jax.Array = jax.lax.cond(
-        jnp.all(is_plain),
+        jnp.all(rows.is_plain(positions)),
         lambda: best_tokens(logits),
-        lambda: _sample_rows(logits, rows, positions),
+        lambda: _sample_rows(logits, rows, positions, read_history),
     )
     return tokens
 
@@ -107,8 +54,15 @@ def best_tokens(logits: jax.Array) -> jax.Array:
     return chosen * block + jnp.argmax(inside, axis=-1).astype(jnp.int32)
 
 
-def _sample_rows(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
-    logits = _without_early_stops(logits, rows, positions)
+def _sample_rows(
+    logits: jax.Array,
+    rows: SamplingRows,
+    positions: jax.Array,
+    read_history: Callable[[], jax.Array],
+) -> jax.Array:
+    logits = with_bias(logits, rows)
+    logits = with_penalties(logits, rows, positions, read_history)
+    logits = without_early_stops(logits, rows, positions)
     greedy = best_tokens(logits)
 
     def draw() -> jax.Array:
@@ -120,15 +74,6 @@ def _sample_rows(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
 
     tokens: jax.Array = jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)
     return tokens
-
-
-def _without_early_stops(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
-    """Stop ids made the last choice in rows below their min_tokens; a mask still outweighs it."""
-    num_rows, num_tokens = logits.shape
-    is_early = (positions < rows.min_position)[:, None] & (rows.stop_ids != NO_TOKEN)
-    columns = jnp.where(is_early, rows.stop_ids, num_tokens)  # out of range: dropped
-    row_ids = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    return logits.at[row_ids, columns].min(BARRED, mode="drop")
 
 
 def _uniforms(seeds: jax.Array, positions: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ Pure functions of weights, pages and inputs, made executables by `jpd.engine.fun
 go through the same decoder call and the same sampling.
 """
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from jpd.engine.buckets import DecodeShape
 from jpd.engine.decode_state import DecodeState, advance, first_rows, with_first_rows
+from jpd.engine.logprobs import LogprobArrays, no_logprobs, prompt_logprobs, token_logprobs
 from jpd.engine.prefill_chunk import PrefillChunk
 from jpd.engine.results import StepResults, joined_results, one_token_results, outcomes_of
-from jpd.engine.sampling import SamplingRows, sample
+from jpd.engine.sampling import sample
 from jpd.engine.token_masks import TokenMasks, masked
 from jpd.nn.decoder import Decoder, PagedBatch
 from jpd.nn.params import DecoderDef, rebuild
@@ -29,23 +30,44 @@ def prefill_chunk(
     layers: Layers,
     chunk: PrefillChunk,
     masks: TokenMasks,
-) -> tuple[Layers, StepResults]:
-    """Write the chunk's KV. Returns the pages and a token for each row that ends its prompt."""
+) -> tuple[Layers, StepResults, LogprobArrays]:
+    """Write the chunk's KV.
+
+    Returns the pages, a token for each row that ends its prompt, and the log-probabilities [R, T]
+    of the prompt's tokens that follow each of the chunk's, if a row wants them.
+    """
     decoder = rebuild(definition, leaves)
     hidden, layers = _run_chunk(decoder, layers, chunk)
     positions = chunk.start + chunk.num_valid
 
-    def sample_next() -> jax.Array:
+    def sample_next() -> tuple[jax.Array, LogprobArrays]:
         ends = jnp.maximum(chunk.num_valid - 1, 0)[:, None, None]
         last = jnp.take_along_axis(hidden, ends, axis=1)[:, 0]
-        logits = masked(decoder.logits(last), masks)
-        return sample(logits, _running(chunk.sampling, chunk.is_last), positions)
+        logits, rows = decoder.logits(last), chunk.sampling.only(chunk.is_last)
+        tokens = sample(masked(logits, masks), rows, positions, lambda: chunk.history)
+        return tokens, token_logprobs(logits, tokens, rows.wants_logprobs)
 
-    tokens = jax.lax.cond(
-        jnp.any(chunk.is_last), sample_next, lambda: jnp.zeros_like(chunk.num_valid)
+    tokens, logprobs = jax.lax.cond(
+        jnp.any(chunk.is_last),
+        sample_next,
+        lambda: (jnp.zeros_like(chunk.num_valid), no_logprobs(*chunk.num_valid.shape)),
     )
     outcomes = outcomes_of(tokens, positions, chunk.sampling, chunk.last_position, chunk.is_last)
-    return layers, one_token_results(tokens, outcomes)
+    of_prompt = _prompt_logprobs(decoder, hidden, chunk)
+    return layers, one_token_results(tokens, outcomes, logprobs), of_prompt
+
+
+def _prompt_logprobs(decoder: Decoder, hidden: jax.Array, chunk: PrefillChunk) -> LogprobArrays:
+    offsets = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)[None]
+    following = jnp.roll(chunk.tokens, -1, axis=1)
+    is_end = offsets == chunk.num_valid[:, None] - 1
+    next_tokens = jnp.where(is_end, chunk.next_token[:, None], following)
+    found: LogprobArrays = jax.lax.cond(
+        jnp.any(chunk.wants_prompt_logprobs),
+        lambda: prompt_logprobs(decoder.logits, hidden, next_tokens, decoder.config.vocab_size),
+        lambda: no_logprobs(*next_tokens.shape),
+    )
+    return found
 
 
 def chunk_logits(
@@ -107,16 +129,10 @@ def _decode_one(
         rope_lengths=state.last_position + 1,
     )
     hidden, layers = decoder(state.tokens[:, None], positions[:, None], layers, batch)
-    logits = masked(decoder.logits(hidden[:, 0]), masks)
-    tokens = sample(logits, _running(state.sampling, takes_part), positions + 1)
-    state, results = advance(state, tokens, takes_part)
+    logits, rows = decoder.logits(hidden[:, 0]), state.sampling.only(takes_part)
+    num_rows, num_seen = logits.shape[0], width * layers[0].shape[1]  # none reaches beyond
+    history = functools.partial(jax.lax.slice, state.history, (0, 0), (num_rows, num_seen))
+    tokens = sample(masked(logits, masks), rows, positions + 1, history)
+    logprobs = token_logprobs(logits, tokens, rows.wants_logprobs)
+    state, results = advance(state, tokens, logprobs, takes_part)
     return layers, state, results
-
-
-def _running(sampling: SamplingRows, active: jax.Array) -> SamplingRows:
-    """The settings, with idle rows as plain greedy ones that ask for no work."""
-    return dataclasses.replace(
-        sampling,
-        temperature=jnp.where(active, sampling.temperature, 0.0),
-        min_position=jnp.where(active, sampling.min_position, 0),
-    )

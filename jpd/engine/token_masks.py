@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpd.engine.sampling import on_host
+from jpd.engine.sampling_rows import on_host
 from jpd.guidance.guide import Mask, mask_width
 
 

@@ -10,10 +10,10 @@ Every way out of an attempt releases what it holds. Called by `jpd.router.router
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from dataclasses import replace
 
 from jpd.errors import JpdError, RequestCancelledError, WorkerError, WorkerLostError
-from jpd.request import FinishReason, RequestState, TokenOutput
+from jpd.request import RequestState, TokenOutput
 from jpd.router import policy
 from jpd.router.accounting import account_end, account_tokens
 from jpd.router.admission import Ticket
@@ -81,7 +81,13 @@ class Journey:
         try:
             worker = self._choose_prefill_worker(attempt, reservation)
             result = await self._prefill(holding, reservation, worker)
-            if not self._send((result.token_id,), result.finish_reason):
+            first = TokenOutput(
+                (result.token_id,),
+                result.finish_reason,
+                logprobs=result.logprobs,
+                prompt_logprobs=result.prompt_logprobs,
+            )
+            if not self._send(first):
                 await self._decode(holding, result)
         finally:
             holding.release()
@@ -188,22 +194,24 @@ class Journey:
 
     def _take_event(self, event: DecodeEvent) -> bool:
         """Hand tokens on. True after the last one; more than was asked for are never handed on."""
-        token_ids = event.token_ids[: self.record.num_tokens_left]
-        return self._send(token_ids, event.finish_reason)
+        num_left = self.record.num_tokens_left
+        token_ids, logprobs = event.token_ids[:num_left], event.logprobs[:num_left]
+        return self._send(TokenOutput(token_ids, event.finish_reason, logprobs=logprobs))
 
-    def _send(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> bool:
+    def _send(self, output: TokenOutput) -> bool:
         """Give tokens to the client; with the last ones the request is finished."""
         record, now = self.record, self._clock()
+        token_ids, finish_reason = output.token_ids, output.finish_reason
         account_tokens(self._metrics, record, len(token_ids), now)
         record.take_tokens(token_ids, now)
         if finish_reason is None and record.num_tokens_left == 0:
             finish_reason = "length"
         if finish_reason is None:
             if token_ids:
-                self._mailbox.put(TokenOutput(tuple(token_ids)))
+                self._mailbox.put(output)
             return False
         record.advance(RequestState.FINISHED, now)
-        self._mailbox.put(TokenOutput(tuple(token_ids), finish_reason, self._timeline))
+        self._mailbox.put(replace(output, finish_reason=finish_reason, timeline=self._timeline))
         account_end(self._metrics, record, None)
         self._mailbox.end(None)
         return True

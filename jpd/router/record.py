@@ -104,13 +104,14 @@ class RequestRecord:
                 self.timeline.decode_seconds += seconds
 
     def next_attempt(self) -> Attempt:
-        """The prompt and all tokens sent so far, what is left of the limits, and a new id."""
+        """The prompt and all tokens sent so far, what is left to ask for, and a new id."""
         self.num_attempts += 1
         num_sent = len(self.sent_token_ids)
         sampling = replace(
             self.resolved.sampling,
             max_tokens=self.num_tokens_left,
             min_tokens=max(0, self.resolved.sampling.min_tokens - num_sent),
+            prompt_logprobs=None if num_sent else self.resolved.sampling.prompt_logprobs,
         )
         return Attempt(
             attempt_id=f"{self.internal_id}.{self.num_attempts}",

@@ -104,7 +104,9 @@ class DecodeAttempts:
         num_tokens = self._check_size(attempt)
         if self.num_slots_used >= self.num_slots:
             return None
-        pages = self._pool.take(attempt.token_ids, num_tokens, attempt.cache_salt)
+        pages = self._pool.take(
+            attempt.token_ids, num_tokens, attempt.cache_salt, use_prefix=attempt.may_use_prefix
+        )
         if pages is None:
             return None
         first = pages.num_cached_tokens // self._pool.page_size
@@ -198,10 +200,11 @@ class DecodeAttempts:
             attempt_id=held.attempt.attempt_id,
             page_ids=held.pages.page_ids,
             first_token_id=held.token_ids[0],
-            num_tokens=len(held.attempt.token_ids),
+            token_ids=held.attempt.token_ids,
             sampling=held.attempt.sampling,
             stop_token_ids=held.attempt.stop_token_ids,
             guide=open_guide(self._grammars, held.attempt, held.token_ids),
+            num_output_tokens=held.attempt.num_output_tokens,
         )
 
     def step(self, *, nobody_waits: bool) -> None:
@@ -223,7 +226,10 @@ class DecodeAttempts:
             self._fail(held, done.error)
             return
         held.token_ids.extend(done.token_ids)
-        held.sink(DecodeEvent(done.attempt_id, done.token_ids, done.finish_reason))
+        event = DecodeEvent(
+            done.attempt_id, done.token_ids, done.finish_reason, logprobs=done.logprobs
+        )
+        held.sink(event)
         if done.finish_reason is not None:
             self._keep_written(held)
             self._pool.release(held.pages.page_ids)

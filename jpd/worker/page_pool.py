@@ -59,13 +59,18 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def take(
-        self, token_ids: Sequence[int], num_tokens: int, salt: str | None = None
+        self,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        salt: str | None = None,
+        *,
+        use_prefix: bool = True,
     ) -> HeldPages | None:
         """Pages for num_tokens tokens beginning with token_ids. None: no room, nothing held.
 
         Prefixes are shared only among sequences of the same salt.
         """
-        cached = self._prefix_cache.match(token_ids, salt)
+        cached = self._prefix_cache.match(token_ids, salt) if use_prefix else ()
         fresh = self._prefix_cache.alloc(self.num_pages_for(num_tokens) - len(cached))
         if fresh is None:
             self._allocator.free(cached)

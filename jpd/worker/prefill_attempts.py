@@ -149,8 +149,12 @@ class PrefillAttempts:
             return  # nothing was given back since somebody found no room
         waiting = [held for held in self._held.values() if held.pages is None]
         for held in sorted(waiting, key=lambda held: -held.attempt.priority):
+            attempt = held.attempt
             held.pages = self._pool.take(
-                held.attempt.token_ids, len(held.attempt.token_ids), held.attempt.cache_salt
+                attempt.token_ids,
+                len(attempt.token_ids),
+                attempt.cache_salt,
+                use_prefix=attempt.may_use_prefix,
             )
             if held.pages is None:
                 self._num_releases_seen = self._pool.num_releases
@@ -178,6 +182,7 @@ class PrefillAttempts:
             priority=attempt.priority,
             deadline=attempt.deadline,
             destination=None if held.is_local else held.reservation.worker,
+            num_output_tokens=attempt.num_output_tokens,
             send_from_page=held.reservation.num_cached_tokens // self._pool.page_size,
             mask=held.mask,
         )
@@ -211,6 +216,8 @@ class PrefillAttempts:
                 num_computed_tokens=done.num_computed_tokens,
                 queue_seconds=done.queue_seconds,
                 prefill_seconds=done.prefill_seconds,
+                logprobs=done.logprobs,
+                prompt_logprobs=done.prompt_logprobs,
             )
         )
 

@@ -54,7 +54,7 @@ def test_every_paper_row_gets_a_token_in_a_step() -> None:
     decode = host_work.paper_engine()
     sampling = host_work.SamplingParams(temperature=0.0, max_tokens=8)
     for number in range(host_work.NUM_SLOTS):
-        decode.insert(host_work.DecodeRow(str(number), (1,), 3, 16, sampling))
+        decode.insert(host_work.DecodeRow(str(number), (1,), 3, (5,) * 16, sampling))
     assert decode.step() == []
     done = decode.step()
     assert len(done) == host_work.NUM_SLOTS and all(len(one.token_ids) == 1 for one in done)

@@ -59,7 +59,7 @@ class Pair:
         task = self.tasks[done.attempt_id]
         self.source.allocator.free(task.page_ids)
         pages = self.target_pages[done.attempt_id]
-        return DecodeRow(done.attempt_id, pages, done.token_id, len(task.token_ids), task.sampling)
+        return DecodeRow(done.attempt_id, pages, done.token_id, task.token_ids, task.sampling)
 
     def run(self) -> dict[str, list[int]]:
         """Everything added, to its end; rows join the batch as they become ready."""

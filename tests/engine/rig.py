@@ -141,7 +141,7 @@ def generate(
     first = run_prefill(on.prefill_engine(), task)["alone"]
     tokens = [first.token_id]
     if first.finish_reason is None:
-        row = DecodeRow("alone", pages, first.token_id, len(prompt), sampling, stop_token_ids)
+        row = DecodeRow("alone", pages, first.token_id, tuple(prompt), sampling, stop_token_ids)
         tokens = run_decode(on.decode_engine(), row)["alone"]
     on.allocator.free(pages)
     return tokens

@@ -36,7 +36,7 @@ def prefilled(
     pages = on.take(len(prompt) + sampling.max_tokens)
     task = PrefillTask(name, prompt, pages, 0, sampling, stop)
     token = run_prefill(on.prefill_engine(), task)[name].token_id
-    return DecodeRow(name, pages, token, len(prompt), sampling, stop)
+    return DecodeRow(name, pages, token, prompt, sampling, stop)
 
 
 def free(on: Rig, *rows: DecodeRow) -> None:
@@ -215,6 +215,10 @@ class ReadSpy:
         self.results = results
         self.was_copied = self.was_read = False
 
+    def without_logprobs(self) -> "ReadSpy":
+        self.results = self.results.without_logprobs()
+        return self
+
     def copy_to_host_async(self) -> None:
         self.was_copied = True
         self.results.copy_to_host_async()
@@ -274,13 +278,13 @@ def test_shape_follows_the_last_slot_and_the_longest_row_that_run() -> None:
 def test_rows_that_cannot_be_are_refused() -> None:
     on = rig("llama3")
     engine = on.decode_engine()
-    row = DecodeRow("a", (1, 2, 3, 4), 5, 20, SamplingParams(max_tokens=1))
+    row = DecodeRow("a", (1, 2, 3, 4), 5, (7,) * 20, SamplingParams(max_tokens=1))
     with pytest.raises(ValueError, match="has had its only token"):
         engine.insert(row)
     for index in range(NUM_SLOTS):
-        engine.insert(DecodeRow(str(index), (1, 2, 3, 4), 5, 20, GREEDY))
+        engine.insert(DecodeRow(str(index), (1, 2, 3, 4), 5, (7,) * 20, GREEDY))
     with pytest.raises(RuntimeError, match="no free slot"):
-        engine.insert(DecodeRow("b", (1, 2, 3, 4), 5, 20, GREEDY))
+        engine.insert(DecodeRow("b", (1, 2, 3, 4), 5, (7,) * 20, GREEDY))
     for index in range(NUM_SLOTS):
         engine.remove(str(index))
     assert engine.num_free_slots == NUM_SLOTS

@@ -41,7 +41,7 @@ def prefilled(
     pages = on.take(length + sampling.max_tokens)
     task = PrefillTask(name, prompt, pages, 0, sampling, stop)
     token = run_prefill(on.prefill_engine(), task)[name].token_id
-    return DecodeRow(name, pages, token, length, sampling, stop)
+    return DecodeRow(name, pages, token, prompt, sampling, stop)
 
 
 def run(engine: DecodeEngine, *rows: DecodeRow) -> dict[str, tuple[list[int], FinishReason | None]]:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jpd.engine.buckets import ChunkShape
-from jpd.engine.prefill_chunk import ChunkRow, empty_chunk, make_chunk
-from jpd.engine.sampling import greedy_rows
+from jpd.engine.prefill_chunk import ChunkPrompt, ChunkRow, empty_chunk, make_chunk
+from jpd.engine.sampling_rows import greedy_rows
 from jpd.engine.token_masks import open_masks
 from tests.engine.rig import CHUNK, NUM_SLOTS, expected, generate, rig
 
@@ -44,11 +44,12 @@ def pool_bytes_per_device(layers: tuple[jax.Array, ...]) -> int:
 def test_prefill_updates_the_pool_in_place(tensor: int) -> None:
     on = rig("llama3", tensor)
     old = on.cache.layers
-    chunk = empty_chunk(ChunkShape(1, CHUNK, on.functions.buckets.max_pages))
+    shape = ChunkShape(1, CHUNK, on.functions.buckets.max_pages)
+    chunk = empty_chunk(shape, on.functions.no_history(shape))
     masks = open_masks(1, on.functions.vocab_size)
     compiled = on.functions._prefill.lower(on.leaves, old, chunk, masks).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == pool_bytes_per_device(old)
-    on.cache.layers, results = on.functions.prefill(on.leaves, old, chunk)
+    on.cache.layers, results, _ = on.functions.prefill(on.leaves, old, chunk)
     assert all(layer.is_deleted() for layer in old)
     assert [layer.sharding for layer in on.cache.layers] == [on.cache.sharding] * 3
     assert results.tokens.sharding.is_fully_replicated
@@ -79,9 +80,10 @@ def test_padding_changes_no_page_but_the_bin() -> None:
     tokens = list(range(3, 23))
     pages = on.take(len(tokens))
     shape = ChunkShape(1, CHUNK, on.functions.buckets.context_width(len(tokens)))
-    chunk = make_chunk(shape, [ChunkRow(tokens, 0, pages, True, 99, greedy_rows(1))])
+    prompt = ChunkPrompt(tokens, pages, greedy_rows(1), 99)
+    chunk = make_chunk(shape, [ChunkRow(prompt, 0, 20)], on.functions.no_history(shape))
     assert chunk.tokens.shape == (1, CHUNK)
-    on.cache.layers, _ = on.functions.prefill(on.leaves, on.cache.layers, chunk)
+    on.cache.layers, *_ = on.functions.prefill(on.leaves, on.cache.layers, chunk)
     untouched = [page for page in range(1, before[0].shape[0]) if page not in pages]
     for old, new in zip(before, on.cache.layers, strict=True):
         after = np.asarray(new)

@@ -90,7 +90,7 @@ def prefilled(
     task = PrefillTask(name, prompt, pages, 0, sampling, (EOS_ID,), mask=mask)
     token_id = run_prefill(on.prefill_engine(), task)[name].token_id
     guide = None if grammar is None else compiler.open(grammar, [token_id])
-    return DecodeRow(name, pages, token_id, len(prompt), sampling, (EOS_ID,), guide)
+    return DecodeRow(name, pages, token_id, tuple(prompt), sampling, (EOS_ID,), guide=guide)
 
 
 def decode(on: Rig, *rows: DecodeRow) -> tuple[dict[str, list[int]], dict[str, str], int]:

@@ -11,20 +11,23 @@ import pytest
 
 from jpd.engine import sampling as sampling_module
 from jpd.engine.sampling import (
-    SamplingRows,
     _bisected_thresholds,
     _candidate_thresholds,
     _draw,
     best_tokens,
-    greedy_rows,
     sample,
-    sampling_row,
 )
+from jpd.engine.sampling_rows import SamplingRows, greedy_rows, sampling_row
 from jpd.parallel.mesh import make_worker_mesh
 from jpd.parallel.sharding import sharding_for
 from jpd.request import SamplingParams
 
-jit_sample = jax.jit(sample)
+
+@jax.jit
+def jit_sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
+    """Without penalties there is no look at the history."""
+    history = jnp.zeros((logits.shape[0], 1), jnp.int32)
+    return sample(logits, rows, positions, lambda: history)
 
 
 def stack(rows: Sequence[SamplingRows]) -> SamplingRows:
@@ -213,7 +216,7 @@ def test_vocabulary_split_over_devices_gives_the_same_tokens(
     assert "tensor" in str(sharding.spec)
 
     def sampled(x: jax.Array, r: SamplingRows, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return sample(x, r, p), sample(x, greedy_rows(6), p)
+        return jit_sample(x, r, p), jit_sample(x, greedy_rows(6), p)
 
     split = jax.jit(sampled)(jax.device_put(logits, sharding), rows, positions)
     whole = jax.jit(sampled)(logits, rows, positions)
