@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jpd.cli_pair import add_pair_arguments, load_pair, make_console
+from jpd.config import CacheConfig
 from jpd.planner.deployment_plan import DeploymentPlan, PairPlan, plan_deployment
 from jpd.planner.worker_plan import GIB
 from jpd.transfer.plan import LINKS
@@ -34,7 +35,7 @@ def print_report(plan: DeploymentPlan, model_name: str, console: Console) -> Non
     held = rounded if plan.config.weights == "int8" else engine.dtype
     console.print(
         f"[bold]{model_name}[/bold] on [bold]{plan.deployment.file}[/bold]: "
-        f"{plan.num_params:,} parameters in {held}, KV in {cache.dtype}, "
+        f"{plan.num_params:,} parameters in {held}, KV in {cache.dtype}{_on_wire(cache)}, "
         f"sequences up to {plan.max_model_len:,} tokens",
         highlight=False,
     )
@@ -46,6 +47,13 @@ def print_report(plan: DeploymentPlan, model_name: str, console: Console) -> Non
     _print_buckets(plan, console)
     hosts = ", ".join(host.name for host in plan.deployment.hosts)
     console.print(f"\nLauncher: {plan.deployment.launch.kind}; hosts: {hosts}", highlight=False)
+
+
+def _on_wire(cache: CacheConfig) -> str:
+    """What is done to KV on its way; empty when it travels as it is stored."""
+    parts = [f"{cache.wire_dtype} on the wire"] if cache.wire_dtype != cache.dtype else []
+    parts += ["with checksums"] if cache.checksum else []
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _worker_table(plan: DeploymentPlan) -> Table:
@@ -82,6 +90,7 @@ def _print_pair(pair: PairPlan, max_model_len: int, console: Console) -> None:
     console.print(
         f"KV is split in {plan.source.partitions} on the source, {plan.target.partitions} on the "
         f"target, and travels in {plan.wire_partitions}"
+        f"{f', each cut in {plan.slices}' if plan.slices > 1 else ''}"
         f"{' (resharded on the devices)' if plan.is_resharded else ''}: "
         f"{plan.bytes_per_token:,} bytes per token, {plan.received_bytes_per_token:,} received by "
         f"all {plan.target.devices} devices, {plan.busiest_link_bytes_per_token:,.0f} over the "

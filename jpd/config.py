@@ -3,7 +3,7 @@
 Made by `jpd.mesh_file`. Knows no model: see `jpd.planner` for the pair.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -45,6 +45,7 @@ class WorkerConfig:
     expert: int
     slots: int  # rows of the decode batch; 0 on a worker that never decodes
     roles: tuple[Role, ...] = ()  # others that it can take at run time: it is compiled for them too
+    page_size: int | None = None  # of one that never decodes; None: cache.page_size
 
     @property
     def can_prefill(self) -> bool:
@@ -64,6 +65,8 @@ class CacheConfig:
     pages: int | None = None  # per worker; None: by memory_fraction
     memory_fraction: float = 0.9  # of a device's memory for weights + KV pool
     retain_seconds: float = 600.0  # how long an unused prefix may stay
+    wire_dtype: str = "auto"  # of pages on their way; auto: as stored; int8: quantised
+    checksum: bool = False  # compare every piece that arrives with what was sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +163,9 @@ class DeploymentConfig:
 
     def host(self, name: str) -> HostConfig:
         return next(host for host in self.hosts if host.name == name)
+
+    def cache_of(self, worker: WorkerConfig) -> CacheConfig:
+        """With the worker's own page size, and pages for as many tokens."""
+        size, cache = worker.page_size or self.cache.page_size, self.cache
+        pages = cache.pages and 1 + -(-(cache.pages - 1) * cache.page_size // size)
+        return replace(cache, page_size=size, pages=pages)

@@ -29,6 +29,7 @@ from jpd.mesh_hosts import NAME, read_host, read_launch, read_security
 from jpd.toml_reader import Table, read_toml
 
 DTYPES = ("auto", "float32", "bfloat16")
+MAX_PAGE_SIZE = 1024
 MESH_AXES = ("data", "tensor", "expert")
 DEFAULT_SLOTS = 16
 
@@ -83,7 +84,11 @@ def resolve_dtypes(config: DeploymentConfig) -> DeploymentConfig:
     return replace(
         config,
         engine=replace(config.engine, dtype=engine),
-        cache=replace(config.cache, dtype=cache),
+        cache=replace(
+            config.cache,
+            dtype=cache,
+            wire_dtype=cache if config.cache.wire_dtype == "auto" else config.cache.wire_dtype,
+        ),
     )
 
 
@@ -97,6 +102,7 @@ def _read_worker(table: Table, hosts: Sequence[HostConfig]) -> list[WorkerConfig
     host = _read_host_name(table, hosts)
     roles = _read_roles(table)
     slots = _read_slots(table, {role, *roles})
+    page_size = _read_page_size(table, {role, *roles})
     mesh = table.table("mesh")
     data, tensor, expert = (mesh.integer(axis, 1, low=1, high=4096) for axis in MESH_AXES)
     mesh.close()
@@ -109,7 +115,9 @@ def _read_worker(table: Table, hosts: Sequence[HostConfig]) -> list[WorkerConfig
             rule = f"{len(devices)} devices, but mesh tensor = {tensor} x expert = {expert}"
             table.problem("devices", list(devices), f"{rule} needs {tensor * expert}")
     return [
-        WorkerConfig(f"{name}-{index}", role, host, devices, 1, tensor, expert, slots, roles)
+        WorkerConfig(
+            f"{name}-{index}", role, host, devices, 1, tensor, expert, slots, roles, page_size
+        )
         for index, devices in enumerate(replicas)
     ]
 
@@ -141,6 +149,14 @@ def _read_slots(table: Table, roles: Collection[Role]) -> int:
     return 0
 
 
+def _read_page_size(table: Table, roles: Collection[Role]) -> int | None:
+    page_size = table.integer("page_size", None, low=1, high=MAX_PAGE_SIZE)
+    if page_size is not None and set(roles) != {"prefill"}:
+        rule = "only a prefill worker may have its own: workers that decode share cache.page_size"
+        table.problem("page_size", page_size, rule)
+    return page_size
+
+
 def _read_replicas(table: Table) -> list[tuple[int, ...]]:
     """The device lists of a worker table; [] (and a problem) when they are wrong."""
     value = table.value("devices")
@@ -162,13 +178,15 @@ def _read_replicas(table: Table) -> list[tuple[int, ...]]:
 def _read_cache(table: Table) -> CacheConfig:
     default = CacheConfig()
     cache = CacheConfig(
-        page_size=table.integer("page_size", default.page_size, low=1, high=1024),
+        page_size=table.integer("page_size", default.page_size, low=1, high=MAX_PAGE_SIZE),
         dtype=table.choice("dtype", default.dtype, DTYPES),
         pages=table.integer("pages", None, low=2),
         memory_fraction=table.number(
             "memory_fraction", default.memory_fraction, low=0, high=1, above=True
         ),
         retain_seconds=table.number("retain_seconds", default.retain_seconds),
+        wire_dtype=table.choice("wire_dtype", default.wire_dtype, (*DTYPES, "int8")),
+        checksum=table.boolean("checksum", default.checksum),
     )
     table.close()
     return cache
@@ -278,6 +296,10 @@ def _check_fleet(root: Table, config: DeploymentConfig) -> None:
         if not any(worker.role in (role, "colocated") for worker in config.workers):
             rule = f"no worker can {verb}: add one with role {role} or colocated"
             root.problem("worker.role", sorted({w.role for w in config.workers}), rule)
+    for worker in config.workers:
+        if worker.page_size and config.engine.prefill_chunk % worker.page_size:
+            rule = f"must divide engine.prefill_chunk = {config.engine.prefill_chunk}"
+            root.problem(f"worker.{worker.name}.page_size", worker.page_size, rule)
     for host in (host for host in config.hosts if host.devices):
         _check_devices(root, host, [w for w in config.workers if w.host == host.name])
 

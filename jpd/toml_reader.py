@@ -125,6 +125,13 @@ class Table:
         )
         return default
 
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.value(name)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.problem(name, value, "must be true or false")
+        return default
+
     def integers(self, name: str, low: int = 0, high: int = 1 << 31) -> tuple[int, ...]:
         """A list of integers; () when absent or wrong."""
         value = self.value(name)

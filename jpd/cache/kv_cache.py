@@ -26,6 +26,7 @@ class KVSpec:
     num_cached_heads: int
     kv_width: int  # numbers per token and cached head
     dtype: DTypeLike
+    kv_parts: tuple[int, ...] = ()  # of kv_width: keys and values; (): all of one kind
 
     @property
     def layer_shape(self) -> tuple[int, int, int, int]:

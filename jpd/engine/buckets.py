@@ -160,15 +160,6 @@ class ShapeBuckets:
         num_pages = -(-num_tokens // self.page_size)
         return _smallest_at_least(self.context_widths, num_pages, "page table of pages")
 
-    def move_size(self, num_pages: int) -> int:
-        return _smallest_at_least(self.page_moves, num_pages, "move of pages")
-
-    def split_move(self, num_pages: int) -> tuple[int, ...]:
-        """Cut a run of pages into moves, the largest first; only the last one is padded."""
-        largest = self.page_moves[-1]
-        whole, rest = divmod(num_pages, largest)
-        return (largest,) * whole + ((rest,) if rest else ())
-
     def _check_count(self) -> None:
         count = self.num_prefill_executables + self.num_decode_executables
         if count > MAX_EXECUTABLES:

@@ -24,6 +24,7 @@ from jpd.engine.token_masks import TokenMasks, make_masks
 from jpd.errors import RequestError
 from jpd.guidance.guide import Guide
 from jpd.request import FinishReason, SamplingParams, TokenLogprobs
+from jpd.transfer.wire import Wire
 
 MAX_CALL_SECONDS = 0.010
 """Tokens of a call come together: several steps are taken only where that is not seen."""
@@ -99,15 +100,15 @@ class DecodeEngine:
         cache: KVCache,
         leaves: Leaves,
         num_slots: int,
-        wire_partitions: Iterable[int] = (),
+        wires: Iterable[Wire] = (),
     ) -> None:
-        """`wire_partitions`: in how many parts KV may arrive here, over all sources."""
+        """`wires`: how KV may arrive here, over all sources."""
         if num_slots != functions.num_slots:
             raise ValueError(f"num_slots = {num_slots}, functions have {functions.num_slots}")
         self._functions, self._cache, self._leaves = functions, cache, leaves
         self._buckets = functions.buckets
         self._rows = decode_rows(num_slots)
-        self._wire_partitions = tuple(wire_partitions)
+        self._wires = tuple(wires)
         self._state = functions.new_state()
         self._free_slots = list(range(num_slots))
         self._by_slot: list[_Running | None] = [None] * num_slots
@@ -141,7 +142,7 @@ class DecodeEngine:
                 self._leaves, self._cache.layers, self._state, shape
             )
             after_each()
-        self._functions.moves.warm_up_scatter(self._cache, self._wire_partitions)
+        self._functions.moves.warm_up_scatter(self._cache, self._wires)
         jax.block_until_ready(self._cache.layers)
 
     def write_pages(self, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:

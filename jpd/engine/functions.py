@@ -50,7 +50,7 @@ class ModelFunctions:
     ) -> None:
         self.vocab_size = config.vocab_size
         self.mesh, self.spec, self.buckets, self.num_slots = mesh, spec, buckets, num_slots
-        self.moves = PageMoves(spec, mesh, buckets)
+        self.moves = PageMoves(spec, mesh)
         params = abstract_params(config, dtype)
         self._definition = params.graphdef
         self.param_shardings: tuple[NamedSharding, ...] = tuple(

@@ -1,11 +1,12 @@
 """Pages out of a KV pool into staging arrays, and back into another pool.
 
-Staging arrays are in the wire view of their mesh (see jpd.parallel.mesh), padded to a bucket. A
-gather is queued before anything that writes the pool later, so the pages may be given back as soon
-as it is dispatched. Knows no attempts and no transport. Called by the engines, on the worker's
-thread.
+Staging arrays have the form that their wire says (see jpd.transfer.wire): regrouped to the
+destination's page size, split as they travel, padded to a bucket, quantised if asked for. A gather
+is queued before anything that writes the pool later, so the pages may be given back as soon as it
+is dispatched. Knows no attempts and no transport. Called on the worker's thread.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -14,9 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
 from jpd.cache.page_allocator import BIN_PAGE
-from jpd.engine.buckets import ShapeBuckets
 from jpd.parallel.mesh import wire_view
 from jpd.parallel.sharding import sharding_for
+from jpd.transfer.checksum import part_sums, parts_agree
+from jpd.transfer.quantised import dequantise, quantise
+from jpd.transfer.wire import Wire
 
 Arrays = tuple[jax.Array, ...]
 
@@ -24,69 +27,143 @@ Arrays = tuple[jax.Array, ...]
 class PageMoves:
     """The compiled moves of one worker's pool."""
 
-    def __init__(self, spec: KVSpec, mesh: Mesh, buckets: ShapeBuckets) -> None:
-        self._spec, self._mesh, self._buckets = spec, mesh, buckets
+    def __init__(self, spec: KVSpec, mesh: Mesh) -> None:
+        self._spec, self._mesh = spec, mesh
+        self._parts = spec.kv_parts or (spec.kv_width,)
         self._replicated = NamedSharding(mesh, jax.sharding.PartitionSpec())
         self._pool = (sharding_for(mesh, POOL_AXES, spec.layer_shape),) * spec.num_layers
-        self._gathers: dict[int, jax.stages.Wrapped] = {}
+        self._gathers: dict[Wire, jax.stages.Wrapped] = {}
         self._scatter = jax.jit(
-            scatter_pages,
+            self._scatter_pages,
             in_shardings=(self._pool, None, self._replicated),
             out_shardings=self._pool,
             donate_argnums=0,
         )
 
-    def gather(self, cache: KVCache, page_ids: Sequence[int], wire_partitions: int) -> Arrays:
-        """Copy pages to staging arrays [n, p, K, W] per layer, padded with rubbish."""
-        gather = self._gather(wire_partitions)
-        arrays: Arrays = gather(cache.layers, self._padded(page_ids))
+    def gather(
+        self,
+        cache: KVCache,
+        page_ids: Sequence[int],
+        wire: Wire,
+        start: int = 0,
+        num_pages: int | None = None,
+    ) -> Arrays:
+        """Copy pages `start` to `start + num_pages` of a sequence to staging arrays.
+
+        `page_ids` are the sequence's in this pool; start and num_pages count pages of the wire.
+        """
+        if num_pages is None:
+            num_pages = len(page_ids) * self._spec.page_size // wire.page_size
+        if wire not in self._gathers:
+            self._gathers[wire] = self._make_gather(wire)
+        arrays: Arrays = self._gathers[wire](
+            cache.layers, self._units(page_ids, wire, start, num_pages)
+        )
         return arrays
 
     def scatter(self, cache: KVCache, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:
-        """Write staging arrays into these pages. Donates `cache.layers` and replaces it."""
+        """Write arrays of an uncut wire into these pages. Donates `cache.layers`, replaces it."""
         padded = np.full(arrays[0].shape[0], BIN_PAGE, np.int32)
         padded[: len(page_ids)] = page_ids
         cache.layers = self._scatter(cache.layers, tuple(arrays), padded)
 
-    def warm_up_gather(self, cache: KVCache, wire_partitions: Iterable[int]) -> None:
+    def warm_up_gather(self, cache: KVCache, wires: Iterable[Wire]) -> None:
         """Compile the gathers of every bucket for these wires."""
-        for partitions in sorted(set(wire_partitions)):
-            for size in self._buckets.page_moves:
-                self.gather(cache, (BIN_PAGE,) * size, partitions)
+        for wire in dict.fromkeys(wires):
+            for size in wire.move_sizes:
+                self.gather(cache, (), wire, 0, size)
 
-    def warm_up_scatter(self, cache: KVCache, wire_partitions: Iterable[int]) -> None:
-        """Compile the scatters of every bucket for these wires; writes the bin page only."""
-        for partitions in sorted(set(wire_partitions)):
-            for size in self._buckets.page_moves:
-                arrays = self.gather(cache, (BIN_PAGE,) * size, partitions)
+    def warm_up_scatter(self, cache: KVCache, wires: Iterable[Wire]) -> None:
+        """Compile what these wires need on arrival, all buckets; writes the bin page only."""
+        for wire in dict.fromkeys(wire.uncut for wire in wires):
+            for size in wire.move_sizes:
+                arrays = self.gather(cache, (), wire, 0, size)
+                if wire.has_checksum:
+                    *data, sums = arrays
+                    parts_agree(tuple(data), sums)
+                    arrays = tuple(data)
                 self.scatter(cache, arrays, (BIN_PAGE,) * size)
 
-    def wire_sharding(self, wire_partitions: int) -> NamedSharding:
-        mesh = wire_view(self._mesh, wire_partitions)
-        return sharding_for(mesh, POOL_AXES, self._spec.layer_shape)
+    def wire_sharding(self, partitions: int, num_heads: int | None = None) -> NamedSharding:
+        """Of staging arrays on this mesh; `num_heads` are those of a slice."""
+        heads = self._spec.num_cached_heads if num_heads is None else num_heads
+        mesh = wire_view(self._mesh, partitions)
+        return sharding_for(mesh, POOL_AXES, (1, 1, heads, 1))
 
-    def _gather(self, wire_partitions: int) -> jax.stages.Wrapped:
-        if wire_partitions not in self._gathers:
-            self._gathers[wire_partitions] = jax.jit(
-                gather_pages,
-                in_shardings=(self._pool, self._replicated),
-                out_shardings=(self.wire_sharding(wire_partitions),) * self._spec.num_layers,
+    def _units(
+        self, page_ids: Sequence[int], wire: Wire, start: int, num_pages: int
+    ) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+        """Where each unit (the largest run of tokens that divides both page sizes) stands."""
+        unit = math.gcd(self._spec.page_size, wire.page_size)
+        per_page, per_wire_page = self._spec.page_size // unit, wire.page_size // unit
+        units = np.full(wire.padded(num_pages) * per_wire_page, BIN_PAGE * per_page, np.int32)
+        wanted = np.arange(start * per_wire_page, (start + num_pages) * per_wire_page)
+        wanted = wanted[: max(0, len(page_ids) * per_page - start * per_wire_page)]
+        pages = np.asarray(page_ids, np.int32)[wanted // per_page]
+        units[: len(wanted)] = pages * per_page + wanted % per_page
+        return units
+
+    def _make_gather(self, wire: Wire) -> jax.stages.Wrapped:
+        heads = self._spec.num_cached_heads // wire.slices
+        num_arrays = self._spec.num_layers * wire.arrays_per_layer
+        one = (self.wire_sharding(wire.partitions, heads),) * num_arrays
+        sums = (self.wire_sharding(wire.partitions, wire.partitions),) * wire.has_checksum
+
+        def gather(layers: Arrays, units: jax.Array) -> Arrays:
+            return self._gather_pages(layers, units, wire)
+
+        return jax.jit(
+            gather,
+            in_shardings=(self._pool, self._replicated),
+            out_shardings=(one + sums) * wire.slices,
+        )
+
+    def _gather_pages(self, layers: Arrays, units: jax.Array, wire: Wire) -> Arrays:
+        whole: list[jax.Array] = []
+        for pages in layers:
+            found = gather_units(pages, units, wire.page_size)
+            if wire.dtype == "int8":
+                whole += quantise(found, self._parts)
+            else:
+                whole.append(found.astype(wire.dtype))
+        whole = [
+            jax.lax.with_sharding_constraint(
+                array, self.wire_sharding(wire.partitions, array.shape[2])
             )
-        return self._gathers[wire_partitions]
+            for array in whole
+        ]
+        arrays: list[jax.Array] = []
+        for index in range(wire.slices):
+            cut = [cut_heads(array, wire, index) for array in whole]
+            arrays += cut
+            if wire.has_checksum:
+                arrays.append(part_sums(cut, wire.partitions))
+        return tuple(arrays)
 
-    def _padded(self, page_ids: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
-        padded = np.full(self._buckets.move_size(len(page_ids)), BIN_PAGE, np.int32)
-        padded[: len(page_ids)] = page_ids
-        return padded
+    def _scatter_pages(self, layers: Arrays, arrays: Arrays, page_ids: jax.Array) -> Arrays:
+        """Padding goes to the bin page, so an index may occur twice."""
+        if len(arrays) == 2 * len(layers):
+            pairs = zip(arrays[::2], arrays[1::2], strict=True)
+            arrays = tuple(dequantise(levels, scales, self._parts) for levels, scales in pairs)
+        return tuple(
+            pages.at[page_ids].set(staged.astype(pages.dtype), mode="promise_in_bounds")
+            for pages, staged in zip(layers, arrays, strict=True)
+        )
 
 
-def gather_pages(layers: Arrays, page_ids: jax.Array) -> Arrays:
-    return tuple(pages.at[page_ids].get(mode="promise_in_bounds") for pages in layers)
+def gather_units(pages: jax.Array, units: jax.Array, page_size: int) -> jax.Array:
+    """Pages [P, p, K, W] of one size → of another; a unit is a run of tokens that divides both."""
+    num_pages, size, heads, width = pages.shape
+    unit = math.gcd(size, page_size)
+    runs = pages.reshape(num_pages * size // unit, unit, heads, width)
+    found = runs.at[units].get(mode="promise_in_bounds")
+    return found.reshape(-1, page_size, heads, width)
 
 
-def scatter_pages(layers: Arrays, arrays: Arrays, page_ids: jax.Array) -> Arrays:
-    """Padding goes to the bin page, so an index may occur twice."""
-    return tuple(
-        pages.at[page_ids].set(staged.astype(pages.dtype), mode="promise_in_bounds")
-        for pages, staged in zip(layers, arrays, strict=True)
-    )
+def cut_heads(array: jax.Array, wire: Wire, index: int) -> jax.Array:
+    """Of every part of the wire the slice `index`: a local cut, as parts are the major axis."""
+    if wire.slices == 1:
+        return array
+    pages, page, heads, width = array.shape
+    shape = (pages, page, wire.partitions, wire.slices, -1, width)
+    return array.reshape(shape)[:, :, :, index].reshape(pages, page, heads // wire.slices, width)

@@ -16,6 +16,7 @@ from jpd.engine.decode import DecodeDone, DecodeRow
 from jpd.engine.prefill import PrefillDone, PrefillTask
 from jpd.request import FinishReason
 from jpd.transfer.protocol import KVPiece
+from jpd.transfer.wire import Wire
 
 VOCAB_SIZE = 251
 UNWRITTEN = -1
@@ -95,7 +96,9 @@ class PaperPrefill:
         return sum(len(r.task.token_ids) - r.num_done for r in self._tasks.values())
 
     def add(self, task: PrefillTask) -> None:
-        self._tasks[task.attempt_id] = _Running(task, task.num_cached_tokens, task.send_from_page)
+        self._tasks[task.attempt_id] = _Running(
+            task, task.num_cached_tokens, task.send_from_token // self._pool.page_size
+        )
 
     def remove(self, attempt_id: str) -> None:
         self._tasks.pop(attempt_id, None)
@@ -148,6 +151,7 @@ class PaperPrefill:
                     page_start=page,
                     num_pages=1,
                     arrays=cast(tuple[jax.Array, ...], (pages,)),
+                    wire=Wire(1, size, (1,), token_bytes=1, dtype="int32"),
                     num_bytes=size,
                     is_last=is_last and page == end - 1,
                     offered_time=self._clock(),
@@ -189,7 +193,7 @@ class PaperDecode:
         for page_id, page in zip(page_ids, copied.pages, strict=True):
             self._pool.pages[page_id][:] = page
 
-    def step(self) -> list[DecodeDone]:
+    def step(self, *, nobody_waits: bool = True) -> list[DecodeDone]:
         results, self._finished = self._finished, []
         for attempt_id in list(self._rows):
             self._finished.append(self._advance(self._rows[attempt_id]))

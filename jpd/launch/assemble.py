@@ -3,7 +3,6 @@
 Knows the whole fleet only as far as who sends KV to whom, in how many parts. Called by launchers.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +23,9 @@ from jpd.launch.devices import num_pool_pages
 from jpd.launch.fleet import Member
 from jpd.nn.config import DecoderConfig
 from jpd.parallel.mesh import worker_mesh_shape
+from jpd.transfer.plan import KVLayout, plan_transfer, wire_bytes_per_token
 from jpd.transfer.protocol import KVTransfer
+from jpd.transfer.wire import Wire
 from jpd.worker.client import InProcessClient
 from jpd.worker.decode_attempts import DecodeAttempts
 from jpd.worker.page_pool import PagePool
@@ -59,32 +60,36 @@ class Assembly:
     can_prefill_locally: bool
     grammars: GrammarCompiler | None  # None: the model has no tokenizer
 
-    def wires_from(self, source: WorkerConfig) -> dict[str, int]:
-        """Parts in which KV travels to each other worker that decodes; {}: this one never sends."""
+    def buckets_of(self, worker: WorkerConfig) -> ShapeBuckets:
+        cache = self.deployment.cache_of(worker)
+        return ShapeBuckets.from_config(self.deployment.engine, cache, self.max_model_len)
+
+    def wires_from(self, source: WorkerConfig) -> dict[str, Wire]:
+        """How KV travels to each other worker that decodes; {}: this one never sends."""
         if not source.can_prefill:
             return {}
         others = (other for other in self.deployment.workers if other.name != source.name)
         return {other.name: self._wire(source, other) for other in others if other.can_decode}
 
-    def wires_to(self, target: WorkerConfig) -> set[int]:
-        """Parts in which KV arrives from other workers that prefill."""
-        return {
-            wires[target.name]
-            for other in self.deployment.workers
-            if target.name in (wires := self.wires_from(other))
-        }
+    def wires_to(self, target: WorkerConfig) -> list[Wire]:
+        """How KV arrives from other workers that prefill."""
+        wires = (self.wires_from(other) for other in self.deployment.workers)
+        return [found[target.name] for found in wires if target.name in found]
 
-    def _wire(self, source: WorkerConfig, target: WorkerConfig) -> int:
-        return math.gcd(*(self._partitions(config) for config in (source, target)))
+    def _wire(self, source: WorkerConfig, target: WorkerConfig) -> Wire:
+        cache, buckets = self.deployment.cache, self.buckets_of(target)
+        token_bytes = wire_bytes_per_token(self.model, cache.wire_dtype)
+        plan = plan_transfer(self._layout(source), self._layout(target), token_bytes)
+        return plan.wire(buckets.page_size, buckets.page_moves, cache.wire_dtype, cache.checksum)
 
-    def _partitions(self, config: WorkerConfig) -> int:
-        """As `kv_partitions` of its mesh, which may be another process's."""
+    def _layout(self, worker: WorkerConfig) -> KVLayout:
+        """As its mesh has it, which may be another process's."""
         shape = worker_mesh_shape(
-            tensor=config.tensor,
-            expert=config.expert,
+            tensor=worker.tensor,
+            expert=worker.expert,
             num_cached_heads=self.model.num_cached_heads,
         )
-        return shape["tensor"]
+        return KVLayout(shape["tensor"], len(worker.devices))
 
     def num_compilations(self, site: Site) -> int:
         """Compilations since ready. They are the process's, so only one worker tells of them."""
@@ -105,7 +110,7 @@ def assemble_worker(assembly: Assembly, site: Site) -> Member:
         assembly.deployment.engine.dtype,
         site.mesh,
         cache.spec,
-        assembly.buckets,
+        assembly.buckets_of(site.config),
         site.config.slots,
     )
     engines = _make_engines(assembly, site, functions, cache)
@@ -121,7 +126,7 @@ def assemble_worker(assembly: Assembly, site: Site) -> Member:
 
 
 def _pool_spec(assembly: Assembly, site: Site) -> KVSpec:
-    model, cache = assembly.model, assembly.deployment.cache
+    model, cache = assembly.model, assembly.deployment.cache_of(site.config)
     page = KVSpec(
         num_layers=model.num_layers,
         num_pages=1,
@@ -129,6 +134,7 @@ def _pool_spec(assembly: Assembly, site: Site) -> KVSpec:
         num_cached_heads=model.num_cached_heads,
         kv_width=model.kv_width,
         dtype=cache.dtype,
+        kv_parts=model.kv_parts,
     )
     devices = list(site.mesh.devices.flat)
     num_pages = num_pool_pages(site.config, page, cache, devices, assembly.deployment.file)

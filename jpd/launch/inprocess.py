@@ -28,6 +28,7 @@ from jpd.launch.fleet import Fleet, Member
 from jpd.nn.params import abstract_params
 from jpd.parallel.mesh import make_worker_mesh
 from jpd.parallel.platform import enable_compilation_cache
+from jpd.transfer.checked import CheckedTransfer
 from jpd.transfer.inprocess import InProcessTransfer
 from jpd.transfer.protocol import KVTransfer
 
@@ -62,14 +63,18 @@ def launch_workers(
     dtype = deployment.engine.dtype
     abstract = abstract_params(model.config, dtype)
     leaves = load_params(source, model.config, abstract, meshes, dtype, progress)
-    inner = InProcessTransfer(deployment.router.transfer_timeout_seconds)
+    transfer: KVTransfer = InProcessTransfer(deployment.router.transfer_timeout_seconds)
+    if transfer_wrapper is not None:
+        transfer = transfer_wrapper(transfer)
+    if deployment.cache.checksum:  # the last to touch a piece, or what follows would go unnoticed
+        transfer = CheckedTransfer(transfer)
     assembly = Assembly(
         model=model.config,
         deployment=deployment,
         buckets=buckets,
         max_model_len=max_model_len,
         sites=[Site(*parts) for parts in zip(workers, meshes, leaves, strict=True)],
-        transfer=transfer_wrapper(inner) if transfer_wrapper else inner,
+        transfer=transfer,
         counter=CompileCounter(),
         can_prefill_locally=can_prefill_locally,
         grammars=grammar_compiler(model),

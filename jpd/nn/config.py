@@ -130,6 +130,13 @@ class DecoderConfig:
         return 2 * self.head_dim
 
     @property
+    def kv_parts(self) -> tuple[int, ...]:
+        """The parts of kv_width, in their order in the cache; each has its own range of values."""
+        if self.mla is not None:
+            return (self.mla.kv_lora_rank, self.mla.qk_rope_head_dim)
+        return (self.head_dim, self.head_dim)
+
+    @property
     def num_cached_heads(self) -> int:
         """Head axis of the KV cache: K, or 1 under MLA."""
         return 1 if self.mla is not None else self.num_kv_heads

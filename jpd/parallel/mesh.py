@@ -53,5 +53,20 @@ def wire_view(mesh: Mesh, partitions: int) -> Mesh:
     return _mesh(mesh.devices, (data, expert, partitions, tensor // partitions * replica))
 
 
+def slice_views(mesh: Mesh, partitions: int, slices: int) -> tuple[Mesh, ...]:
+    """For each slice of a wire's parts, the devices that need only it, in wire order.
+
+    Slice j of part i is part i * slices + j of a pool split in partitions * slices.
+    """
+    if slices == 1:
+        return (wire_view(mesh, partitions),)
+    data, expert, tensor, replica = mesh.devices.shape
+    if tensor != partitions * slices:
+        raise ValueError(f"{partitions} parts in {slices} slices, but kv partitions = {tensor}")
+    cut = mesh.devices.reshape(data, expert, partitions, slices, replica)
+    shape = (data, expert, partitions, replica)
+    return tuple(_mesh(cut[:, :, :, index], shape) for index in range(slices))
+
+
 def _mesh(devices: np.ndarray, shape: tuple[int, ...]) -> Mesh:
     return Mesh(devices.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

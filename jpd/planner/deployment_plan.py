@@ -8,15 +8,13 @@ Called by the command line (`check`, and before `serve`).
 
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
-
 from jpd.config import DeploymentConfig
 from jpd.engine.buckets import ShapeBuckets
 from jpd.errors import ConfigError, Problem
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import abstract_params
 from jpd.planner.worker_plan import WorkerPlan, memory_problems, plan_worker, uneven_problems
-from jpd.transfer.plan import KVLayout, TransferPlan, kv_bytes_per_token, plan_transfer
+from jpd.transfer.plan import KVLayout, TransferPlan, plan_transfer, wire_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,10 @@ def _memory_problems(plans: list[WorkerPlan], deployment: DeploymentConfig) -> l
         problem
         for plan in plans
         for problem in memory_problems(
-            plan, deployment.host(plan.worker.host), deployment.cache, deployment.file
+            plan,
+            deployment.host(plan.worker.host),
+            deployment.cache_of(plan.worker),
+            deployment.file,
         )
     ]
     return list({(problem.key, str(problem)): problem for problem in found}.values())
@@ -94,7 +95,7 @@ def _pair_plans(
     plans: list[WorkerPlan], config: DecoderConfig, deployment: DeploymentConfig
 ) -> tuple[PairPlan, ...]:
     """One plan per kind of pair, so that forty equal replicas are one line of the report."""
-    token_bytes = kv_bytes_per_token(config, jnp.dtype(deployment.cache.dtype).itemsize)
+    token_bytes = wire_bytes_per_token(config, deployment.cache.wire_dtype)
     kinds: dict[tuple[KVLayout, KVLayout, bool], list[tuple[str, str]]] = {}
     for source in (plan for plan in plans if plan.worker.role == "prefill"):
         for target in (plan for plan in plans if plan.worker.role == "decode"):

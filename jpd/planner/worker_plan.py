@@ -76,7 +76,7 @@ def plan_worker(
     weights = sum(
         bytes_per_device(spec.axes, spec.shape, spec.dtype.itemsize, shape) for spec in specs
     )
-    cache, host = deployment.cache, deployment.host(worker.host)
+    cache, host = deployment.cache_of(worker), deployment.host(worker.host)
     page = KVSpec(
         config.num_layers, 1, cache.page_size, config.num_cached_heads, config.kv_width, cache.dtype
     )

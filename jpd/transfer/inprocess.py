@@ -1,9 +1,9 @@
 """Transfer between meshes of one process: a planned `device_put`, never a bounce over the host.
 
 One thread per destination, so that a slow or broken destination holds up nobody else: it takes the
-oldest piece, puts it to the destination's view of the same split (the wire view) and waits for the
-copy. It waits there and nowhere else: workers' threads never block on a transfer. What is queued is
-bounded by the reservations of the destination, which were made before the first piece was computed.
+oldest piece, puts each array where the wire says (see destination.py) and waits for the copies. It
+waits there and nowhere else: workers' threads never block on a transfer. What is queued is bounded
+by the reservations of the destination, which were made before the first piece was computed.
 """
 
 import logging
@@ -12,10 +12,10 @@ import time
 from collections import deque
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jpd.errors import TransferError
-from jpd.parallel.mesh import wire_view
+from jpd.transfer.destination import Destination
 from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece
 
 logger = logging.getLogger(__name__)
@@ -55,14 +55,13 @@ class _Lane:
     """The queue and the thread of one destination."""
 
     def __init__(self, worker: str, mesh: Mesh, deliver: Deliver, timeout_seconds: float) -> None:
-        self._worker, self._mesh, self._deliver = worker, mesh, deliver
+        self._worker, self._target, self._deliver = worker, Destination(mesh), deliver
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
         self._queue: deque[KVPiece] = deque()
         self._pulling: KVPiece | None = None
         self._pulling_cancelled = False
         self._stopped = False
-        self._wire_meshes: dict[int, Mesh] = {}
         self.thread = threading.Thread(target=self._run, name=f"transfer-{worker}", daemon=True)
         self.thread.start()
 
@@ -125,8 +124,10 @@ class _Lane:
                 piece, f"{reason} {late_seconds:.1f} s > {self._timeout_seconds:g} s"
             )
         try:
-            arrays = jax.device_put(piece.arrays, self._target(piece.arrays[0]))
-            jax.block_until_ready(arrays)
+            shardings = self._target.shardings(piece.wire, piece.arrays)
+            moved = jax.device_put(piece.arrays, shardings)
+            jax.block_until_ready(moved)
+            arrays = self._target.join(piece.wire, moved)
         except Exception as error:  # whatever the runtime raises, the destination must hear of it
             logger.exception("transfer to %s failed", self._worker)
             return self._failed(piece, f"pages {piece.page_start}+{piece.num_pages}: {error}")
@@ -138,15 +139,6 @@ class _Lane:
             piece.num_bytes,
             piece.is_last,
         )
-
-    def _target(self, array: jax.Array) -> NamedSharding:
-        """The destination's sharding with the split that the array has on its own mesh."""
-        sharding = array.sharding
-        assert isinstance(sharding, NamedSharding)
-        partitions = int(sharding.mesh.shape["tensor"])
-        if partitions not in self._wire_meshes:
-            self._wire_meshes[partitions] = wire_view(self._mesh, partitions)
-        return NamedSharding(self._wire_meshes[partitions], sharding.spec)
 
     def _failed(self, piece: KVPiece, reason: str) -> ArrivedPiece:
         error = TransferError(self._worker, reason)

@@ -1,14 +1,17 @@
 """How KV gets from worker to worker: which split travels, how many bytes, how long on which link.
 
 Pure arithmetic on sizes, no devices: `jpd check` prints these plans for machines that are not here.
-The same rule (the wire's split is the gcd of both sides') gives the meshes that the transfer really
-uses, by `jpd.parallel.mesh.wire_view`.
+The launcher makes the wires that are really used of the same plans, by `TransferPlan.wire`.
 """
 
 import math
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from jpd.nn.config import DecoderConfig
+from jpd.transfer.quantised import token_head_bytes
+from jpd.transfer.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,16 @@ class KVLayout:
 class TransferPlan:
     """How KV goes from one worker's mesh to another's.
 
-    The source gathers pages in `wire_partitions` parts (a local slice, or a gather among its own
-    devices), every target device receives one of these parts, and slices its own share from it.
+    The source gathers pages in `wire_partitions` parts (its own, or fewer by a gather among its
+    devices) and cuts each in `slices`. Every target device receives one slice: its own share, or
+    more, of which it then takes its share.
     """
 
     source: KVLayout
     target: KVLayout
     wire_partitions: int
-    bytes_per_token: int  # of the sequence: all layers, all heads, once
+    slices: int
+    bytes_per_token: int  # of the sequence on the wire: all layers, all heads, once
 
     @property
     def is_resharded(self) -> bool:
@@ -61,19 +66,33 @@ class TransferPlan:
     @property
     def received_bytes_per_token(self) -> int:
         """By all target devices together; more than bytes_per_token where they hold equal parts."""
-        return self.bytes_per_token * self.target.devices // self.wire_partitions
+        return self.bytes_per_token * self.target.devices // (self.wire_partitions * self.slices)
 
     @property
     def busiest_link_bytes_per_token(self) -> float:
         """Through the link of the busiest device, the bound on the rate.
 
-        With as many devices on both sides each sends to one; otherwise JAX copies a part to all its
-        holders from a single device of the source.
+        With as many devices on both sides of a slice each sends to one; otherwise JAX copies a
+        part to all its holders from a single device of the source.
         """
-        part = self.bytes_per_token / self.wire_partitions
-        if self.source.devices == self.target.devices:
-            return part
+        part = self.bytes_per_token / (self.wire_partitions * self.slices)
+        if self.source.devices == self.target.devices // self.slices:
+            return part * self.slices
         return part * (self.target.devices // self.wire_partitions)
+
+    def wire(
+        self, page_size: int, move_sizes: tuple[int, ...], wire_dtype: str, has_checksum: bool
+    ) -> Wire:
+        """The form in which pages then travel; page_size and move_sizes are the target's."""
+        return Wire(
+            partitions=self.wire_partitions,
+            slices=self.slices,
+            page_size=page_size,
+            move_sizes=move_sizes,
+            token_bytes=self.bytes_per_token,
+            dtype=wire_dtype,
+            has_checksum=has_checksum,
+        )
 
     def seconds(self, num_tokens: int, link: Link) -> float:
         """A lower bound of the time for this many tokens, all parts travelling at once."""
@@ -85,7 +104,18 @@ def kv_bytes_per_token(config: DecoderConfig, itemsize: int) -> int:
     return config.num_layers * config.num_cached_heads * config.kv_width * itemsize
 
 
+def wire_bytes_per_token(config: DecoderConfig, wire_dtype: str) -> int:
+    """What one token takes on the wire, all layers and heads, without copies."""
+    if wire_dtype != "int8":
+        return kv_bytes_per_token(config, jnp.dtype(wire_dtype).itemsize)
+    return config.num_layers * config.num_cached_heads * token_head_bytes(config.kv_parts)
+
+
 def plan_transfer(source: KVLayout, target: KVLayout, bytes_per_token: int) -> TransferPlan:
-    """The plan from one layout to another."""
-    wire_partitions = math.gcd(source.partitions, target.partitions)
-    return TransferPlan(source, target, wire_partitions, bytes_per_token)
+    """The plan with the fewest bytes received, of equals the one with the fewest arrays."""
+    common = math.gcd(source.partitions, target.partitions)
+    plans = (
+        TransferPlan(source, target, common, slices, bytes_per_token)
+        for slices in dict.fromkeys((1, target.partitions // common))
+    )
+    return min(plans, key=lambda plan: (plan.received_bytes_per_token, plan.slices))

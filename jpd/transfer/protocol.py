@@ -15,21 +15,23 @@ import jax
 from jax.sharding import Mesh
 
 from jpd.errors import TransferError
+from jpd.transfer.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
 class KVPiece:
     """Pages of one attempt, gathered into staging arrays on the source mesh, ready to travel.
 
-    `page_start` counts the pages of the sequence, not of a pool. Arrays are in the wire view of the
-    source mesh and padded to a bucket: rows from `num_pages` on are rubbish.
+    Pages are of the destination's size. `page_start` counts those of the sequence, not of a pool.
+    Arrays are padded to a bucket: rows from `num_pages` on are rubbish.
     """
 
     attempt_id: str
     destination: str
     page_start: int
     num_pages: int
-    arrays: tuple[jax.Array, ...]  # per layer [n, p, K, W], n >= num_pages
+    arrays: tuple[jax.Array, ...]  # as `wire` says, of n >= num_pages pages
+    wire: Wire
     num_bytes: int  # of the num_pages pages; padding and replica copies not counted
     is_last: bool
     offered_time: float  # time.monotonic seconds
@@ -42,7 +44,7 @@ class ArrivedPiece:
     attempt_id: str
     page_start: int
     num_pages: int
-    arrays: tuple[jax.Array, ...]  # per layer [n, p, K, W] in the wire view of the destination mesh
+    arrays: tuple[jax.Array, ...]  # of the uncut wire, on the destination's mesh
     num_bytes: int
     is_last: bool
     error: TransferError | None = None

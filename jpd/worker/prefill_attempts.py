@@ -183,7 +183,7 @@ class PrefillAttempts:
             deadline=attempt.deadline,
             destination=None if held.is_local else held.reservation.worker,
             num_output_tokens=attempt.num_output_tokens,
-            send_from_page=held.reservation.num_cached_tokens // self._pool.page_size,
+            send_from_token=held.reservation.num_cached_tokens,
             mask=held.mask,
         )
 

@@ -7,7 +7,7 @@ import jax
 from jpd.engine.decode import DecodeEngine, DecodeRow
 from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
 from jpd.request import SamplingParams
-from jpd.transfer.plan import KVLayout, plan_transfer
+from jpd.transfer.destination import Destination
 from tests.engine.rig import NUM_SLOTS, Rig
 
 DESTINATION = "decode-0"
@@ -18,8 +18,8 @@ class Pair:
 
     def __init__(self, source: Rig, target: Rig) -> None:
         self.source, self.target = source, target
-        layouts = [KVLayout(on.partitions, on.functions.mesh.size) for on in (source, target)]
-        self.wire = plan_transfer(*layouts, source.cache.spec.token_bytes).wire_partitions
+        self.wire = source.wire_to(target)
+        self.destination = Destination(target.cache.mesh)
         self.pieces = source.pieces
         self.pieces.clear()
         self.prefill = PrefillEngine(
@@ -47,11 +47,12 @@ class Pair:
     def pull(self) -> None:
         """Move what was emitted, in any order."""
         random.Random(0).shuffle(self.pieces)
-        sharding = self.target.functions.moves.wire_sharding(self.wire)
         for piece in self.pieces:
             pages = self.target_pages[piece.attempt_id]
             ids = pages[piece.page_start : piece.page_start + piece.num_pages]
-            self.decode.write_pages(jax.device_put(piece.arrays, sharding), ids)
+            shardings = self.destination.shardings(piece.wire, piece.arrays)
+            moved = jax.device_put(piece.arrays, shardings)
+            self.decode.write_pages(self.destination.join(piece.wire, moved), ids)
         self.pieces.clear()
 
     def row(self, done: PrefillDone) -> DecodeRow:

@@ -25,7 +25,9 @@ from jpd.nn.config import DecoderConfig
 from jpd.nn.params import abstract_params
 from jpd.parallel.mesh import kv_partitions, make_worker_mesh
 from jpd.request import SamplingParams
+from jpd.transfer.plan import KVLayout, plan_transfer
 from jpd.transfer.protocol import KVPiece
+from jpd.transfer.wire import Wire
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 PAGE = 16
@@ -57,10 +59,10 @@ class Rig:
     allocator: PageAllocator = field(default_factory=lambda: PageAllocator(NUM_PAGES))
     pieces: list[KVPiece] = field(default_factory=list)
 
-    def prefill_engine(self, **wires: int) -> PrefillEngine:
+    def prefill_engine(self, **wires: Wire) -> PrefillEngine:
         return PrefillEngine(self.functions, self.cache, self.leaves, self.pieces.append, wires)
 
-    def decode_engine(self, wires: Sequence[int] = ()) -> DecodeEngine:
+    def decode_engine(self, wires: Sequence[Wire] = ()) -> DecodeEngine:
         return DecodeEngine(self.functions, self.cache, self.leaves, NUM_SLOTS, wires)
 
     def take(self, num_tokens: int) -> tuple[int, ...]:
@@ -68,9 +70,14 @@ class Rig:
         assert pages is not None
         return pages
 
-    @property
-    def partitions(self) -> int:
-        return kv_partitions(self.functions.mesh)
+    def wire_to(self, target: "Rig") -> Wire:
+        """As stored."""
+        layouts = [
+            KVLayout(kv_partitions(on.cache.mesh), on.cache.mesh.size) for on in (self, target)
+        ]
+        plan = plan_transfer(*layouts, self.cache.spec.token_bytes)
+        sizes = target.functions.buckets.page_moves
+        return plan.wire(target.cache.spec.page_size, sizes, "float32", False)
 
 
 @functools.cache

@@ -43,9 +43,6 @@ def test_the_smallest_bucket_that_fits() -> None:
     buckets = ShapeBuckets.from_config(EngineConfig(), CACHE, 32768)
     assert [buckets.chunk_layout(n).num_tokens for n in (1, 32, 33, 512)] == [32, 32, 128, 512]
     assert [buckets.context_width(n) for n in (1, 2048, 2049, 32768)] == [64, 64, 256, 1024]
-    assert [buckets.move_size(n) for n in (1, 3, 16)] == [1, 4, 16]
-    assert buckets.split_move(0) == ()
-    assert buckets.split_move(35) == (16, 16, 3)
     with pytest.raises(ValueError, match="513 exceeds the largest bucket 512"):
         buckets.chunk_layout(513)
 

@@ -165,7 +165,7 @@ def test_pages_leave_for_every_prompt_of_a_chunk() -> None:
     on = rig("llama3", chunk=CHUNK)
     on.pieces.clear()
     tasks = [task_of(on, str(n), n, destination="decode-0") for n in (10, 16, 150)]
-    run_prefill(on.prefill_engine(**{"decode-0": 1}), *tasks)
+    run_prefill(on.prefill_engine(**{"decode-0": on.wire_to(on)}), *tasks)
     for task in tasks:
         pieces = [piece for piece in on.pieces if piece.attempt_id == task.attempt_id]
         sent = [n for p in pieces for n in range(p.page_start, p.page_start + p.num_pages)]

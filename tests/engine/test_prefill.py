@@ -88,9 +88,11 @@ def test_d04_pieces_hold_exactly_what_the_destination_lacks_as_it_is_in_the_pool
         prompt,
         num_cached_tokens=num_cached_pages * PAGE,
         destination=DESTINATION,
-        send_from_page=send_from_page,
+        send_from_token=send_from_page * PAGE,
     )
-    engine = PrefillEngine(on.functions, on.cache, on.leaves, on.pieces.append, {DESTINATION: 1})
+    engine = PrefillEngine(
+        on.functions, on.cache, on.leaves, on.pieces.append, {DESTINATION: on.wire_to(on)}
+    )
     run_prefill(engine, mine)
     num_pages = -(-num_tokens // PAGE)
     sent = [
@@ -112,7 +114,9 @@ def test_d04_pieces_hold_exactly_what_the_destination_lacks_as_it_is_in_the_pool
 def test_pieces_leave_while_later_chunks_are_still_to_come() -> None:
     on, prompt = rig("llama3"), random_prompt(1, 3 * CHUNK)
     on.pieces.clear()
-    engine = PrefillEngine(on.functions, on.cache, on.leaves, on.pieces.append, {DESTINATION: 1})
+    engine = PrefillEngine(
+        on.functions, on.cache, on.leaves, on.pieces.append, {DESTINATION: on.wire_to(on)}
+    )
     mine = task(on, prompt, destination=DESTINATION)
     engine.add(mine)
     counts = []

@@ -1,98 +1,131 @@
-"""Pools with recognisable numbers, and the gather and scatter around a transfer."""
+"""Pools with recognisable numbers, the moves in and out of them, and pieces on their wires."""
 
-import math
+import functools
+import queue
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from jpd.parallel.mesh import kv_partitions, make_worker_mesh, wire_view
-from jpd.parallel.sharding import sharding_for
-from jpd.transfer.protocol import ArrivedPiece, KVPiece
+from jpd.cache.kv_cache import KVCache, KVSpec
+from jpd.engine.page_moves import PageMoves
+from jpd.parallel.mesh import kv_partitions, make_worker_mesh
+from jpd.transfer.checked import CheckedTransfer
+from jpd.transfer.inprocess import InProcessTransfer
+from jpd.transfer.plan import KVLayout, plan_transfer
+from jpd.transfer.protocol import ArrivedPiece, KVPiece, KVTransfer
+from jpd.transfer.wire import Wire
 
-AXES = ("pages", "page", "kv_heads", None)
-NUM_PAGES, PAGE_SIZE, WIDTH, NUM_LAYERS = 7, 2, 3, 2
+NUM_TOKENS, PAGE_SIZE, NUM_LAYERS = 48, 4, 2
+MOVE_SIZES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One worker's mesh and its pool, one array per layer."""
+    """One worker's mesh, its pool and the moves of it. Shared by tests: fill it before use."""
 
     mesh: Mesh
-    layers: tuple[jax.Array, ...]
+    cache: KVCache
+    moves: PageMoves
 
     @property
-    def sharding(self) -> NamedSharding:
-        sharding = self.layers[0].sharding
-        assert isinstance(sharding, NamedSharding)
-        return sharding
+    def layout(self) -> KVLayout:
+        return KVLayout(kv_partitions(self.mesh), self.mesh.size)
+
+    def fill(self, seed: int) -> list[np.ndarray]:
+        """New numbers in every layer; returns them."""
+        draw = np.random.default_rng(seed)
+        shape = self.cache.spec.layer_shape
+        values = [draw.normal(size=shape).astype(np.float32) for _ in self.cache.layers]
+        self.cache.layers = tuple(jax.device_put(value, self.cache.sharding) for value in values)
+        return values
+
+    def read(self) -> list[np.ndarray]:
+        return [np.array(layer) for layer in self.cache.layers]
 
 
+@functools.cache
 def make_side(
-    first_device: int, tensor: int, num_heads: int, *, seed: int, expert: int = 1
+    first_device: int,
+    tensor: int,
+    num_heads: int,
+    *,
+    expert: int = 1,
+    page_size: int = PAGE_SIZE,
+    kv_parts: tuple[int, ...] = (3, 3),
 ) -> Side:
+    """A pool of NUM_TOKENS tokens; one head with parts of different sizes is MLA's."""
     devices = jax.devices()[first_device : first_device + tensor * expert]
     mesh = make_worker_mesh(devices, tensor=tensor, expert=expert, num_cached_heads=num_heads)
-    shape = (NUM_PAGES, PAGE_SIZE, num_heads, WIDTH)
-    values = np.random.default_rng(seed).normal(size=(NUM_LAYERS, *shape)).astype(np.float32)
-    sharding = sharding_for(mesh, AXES, shape)
-    return Side(mesh, tuple(jax.device_put(layer, sharding) for layer in values))
+    spec = KVSpec(
+        num_layers=NUM_LAYERS,
+        num_pages=1 + NUM_TOKENS // page_size,
+        page_size=page_size,
+        num_cached_heads=num_heads,
+        kv_width=sum(kv_parts),
+        dtype=np.float32,
+        kv_parts=kv_parts,
+    )
+    return Side(mesh, KVCache(spec, mesh), PageMoves(spec, mesh))
 
 
-def wire_sharding(side: Side, partitions: int) -> NamedSharding:
-    shape = side.layers[0].shape
-    return sharding_for(wire_view(side.mesh, partitions), AXES, shape)
-
-
-def wire_partitions(source: Side, target: Side) -> int:
-    return math.gcd(kv_partitions(source.mesh), kv_partitions(target.mesh))
-
-
-def gather(side: Side, page_ids: np.ndarray, partitions: int) -> tuple[jax.Array, ...]:
-    def take(layers: tuple[jax.Array, ...], ids: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(layer[ids] for layer in layers)
-
-    return jax.jit(take, out_shardings=wire_sharding(side, partitions))(side.layers, page_ids)
-
-
-def scatter(
-    side: Side, staging: tuple[jax.Array, ...], page_ids: np.ndarray
-) -> tuple[jax.Array, ...]:
-    """The pool with the pages written. Donates the pool."""
-
-    def put(
-        layers: tuple[jax.Array, ...], pages: tuple[jax.Array, ...], ids: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        return tuple(layer.at[ids].set(new) for layer, new in zip(layers, pages, strict=True))
-
-    jitted = jax.jit(put, donate_argnums=0, out_shardings=side.sharding)
-    return jitted(side.layers, staging, jnp.asarray(page_ids))
+def wire_between(
+    source: Side, target: Side, *, dtype: str = "float32", has_checksum: bool = False
+) -> Wire:
+    spec = target.cache.spec
+    plan = plan_transfer(source.layout, target.layout, spec.token_bytes)
+    return plan.wire(spec.page_size, MOVE_SIZES, dtype, has_checksum)
 
 
 def piece_of(
-    arrays: tuple[jax.Array, ...],
-    destination: str,
+    side: Side,
+    wire: Wire,
+    page_ids: Sequence[int] = (1, 2),
     *,
+    destination: str = "decode-0",
     attempt_id: str = "a",
     page_start: int = 0,
+    start: int = 0,
+    num_pages: int | None = None,
     offered_time: float | None = None,
 ) -> KVPiece:
+    """Pages of `side`, gathered."""
+    if num_pages is None:
+        num_pages = len(page_ids) * side.cache.spec.page_size // wire.page_size
     return KVPiece(
         attempt_id=attempt_id,
         destination=destination,
         page_start=page_start,
-        num_pages=arrays[0].shape[0],
-        arrays=arrays,
-        num_bytes=sum(array.nbytes for array in arrays),
+        num_pages=num_pages,
+        arrays=side.moves.gather(side.cache, page_ids, wire, start, num_pages),
+        wire=wire,
+        num_bytes=wire.num_bytes(num_pages),
         is_last=True,
         offered_time=time.monotonic() if offered_time is None else offered_time,
     )
 
 
+def pull(
+    target: Side, piece: KVPiece, wrap: Callable[[KVTransfer], KVTransfer] = lambda inner: inner
+) -> ArrivedPiece:
+    """A piece through a transfer, checked where the wire has a checksum."""
+    arrived: queue.SimpleQueue[ArrivedPiece] = queue.SimpleQueue()
+    transfer = wrap(InProcessTransfer(timeout_seconds=30))
+    if piece.wire.has_checksum:
+        transfer = CheckedTransfer(transfer)
+    transfer.register(piece.destination, target.mesh, arrived.put)
+    try:
+        transfer.offer(piece)
+        return arrived.get(timeout=20)
+    finally:
+        transfer.close()
+
+
 def assert_same_piece(piece: KVPiece, arrived: ArrivedPiece) -> None:
+    """For wires that are not cut."""
     assert arrived.error is None
     assert (arrived.attempt_id, arrived.page_start, arrived.num_pages, arrived.num_bytes) == (
         piece.attempt_id,

@@ -1,17 +1,19 @@
 """Queueing, deadlines, cancelling and closing of the in-process transfer."""
 
+import functools
 import queue
 import threading
 import time
+from collections.abc import Callable
 
-import jax
-import numpy as np
 import pytest
 
 from jpd.errors import TransferError
 from jpd.transfer.inprocess import InProcessTransfer
-from jpd.transfer.protocol import ArrivedPiece
+from jpd.transfer.protocol import ArrivedPiece, KVPiece
 from tests.transfer import kv_pools
+
+MakePiece = Callable[..., KVPiece]
 
 
 class Destination:
@@ -34,17 +36,19 @@ class Destination:
 
 @pytest.fixture(scope="module")
 def source() -> kv_pools.Side:
-    return kv_pools.make_side(0, 1, 2, seed=1)
+    side = kv_pools.make_side(0, 1, 2)
+    side.fill(1)
+    return side
 
 
 @pytest.fixture(scope="module")
 def target() -> kv_pools.Side:
-    return kv_pools.make_side(4, 2, 2, seed=2)
+    return kv_pools.make_side(4, 1, 2)
 
 
 @pytest.fixture(scope="module")
-def staging(source: kv_pools.Side) -> tuple[jax.Array, ...]:
-    return kv_pools.gather(source, np.array([1, 2], np.int32), 1)
+def make_piece(source: kv_pools.Side, target: kv_pools.Side) -> MakePiece:
+    return functools.partial(kv_pools.piece_of, source, kv_pools.wire_between(source, target))
 
 
 @pytest.fixture
@@ -62,10 +66,10 @@ def transfer(target: kv_pools.Side, destination: Destination):
 
 
 def test_pieces_arrive_in_order_and_the_gauge_returns_to_zero(
-    transfer: InProcessTransfer, destination: Destination, staging: tuple[jax.Array, ...]
+    transfer: InProcessTransfer, destination: Destination, make_piece: MakePiece
 ) -> None:
     destination.gate.clear()
-    pieces = [kv_pools.piece_of(staging, "decode-0", page_start=2 * i) for i in range(3)]
+    pieces = [make_piece(page_start=2 * i) for i in range(3)]
     for piece in pieces:
         transfer.offer(piece)
     assert transfer.num_in_flight("decode-0") == 3
@@ -76,11 +80,11 @@ def test_pieces_arrive_in_order_and_the_gauge_returns_to_zero(
 
 
 def test_cancel_drops_what_is_queued_and_leaves_other_attempts(
-    transfer: InProcessTransfer, destination: Destination, staging: tuple[jax.Array, ...]
+    transfer: InProcessTransfer, destination: Destination, make_piece: MakePiece
 ) -> None:
     destination.gate.clear()
     for attempt_id in ("first", "gone", "gone", "kept"):
-        transfer.offer(kv_pools.piece_of(staging, "decode-0", attempt_id=attempt_id))
+        transfer.offer(make_piece(attempt_id=attempt_id))
     assert destination.entered.wait(10)
     transfer.cancel("gone")
     transfer.cancel("gone")
@@ -90,11 +94,11 @@ def test_cancel_drops_what_is_queued_and_leaves_other_attempts(
 
 
 def test_a07_a_piece_past_its_deadline_is_refused(
-    transfer: InProcessTransfer, destination: Destination, staging: tuple[jax.Array, ...]
+    transfer: InProcessTransfer, destination: Destination, make_piece: MakePiece
 ) -> None:
-    late = kv_pools.piece_of(staging, "decode-0", offered_time=time.monotonic() - 6)
+    late = make_piece(offered_time=time.monotonic() - 6)
     transfer.offer(late)
-    transfer.offer(kv_pools.piece_of(staging, "decode-0", attempt_id="fresh"))
+    transfer.offer(make_piece(attempt_id="fresh"))
     refused = destination.next()
     assert isinstance(refused.error, TransferError) and "decode-0" in str(refused.error)
     assert refused.arrays == ()
@@ -102,22 +106,22 @@ def test_a07_a_piece_past_its_deadline_is_refused(
 
 
 def test_a10_a_copy_that_cannot_start_is_told_to_the_destination(
-    transfer: InProcessTransfer, destination: Destination, source: kv_pools.Side
+    transfer: InProcessTransfer, destination: Destination, make_piece: MakePiece
 ) -> None:
-    broken = kv_pools.gather(source, np.array([1], np.int32), 1)
-    broken[1].delete()
-    transfer.offer(kv_pools.piece_of(broken, "decode-0"))
+    broken = make_piece()
+    broken.arrays[1].delete()
+    transfer.offer(broken)
     arrived = destination.next()
     assert isinstance(arrived.error, TransferError) and arrived.arrays == ()
 
 
 def test_offer_does_not_wait_for_a_stuck_destination(
-    transfer: InProcessTransfer, destination: Destination, staging: tuple[jax.Array, ...]
+    transfer: InProcessTransfer, destination: Destination, make_piece: MakePiece
 ) -> None:
     destination.gate.clear()
     start = time.monotonic()
     for _ in range(50):
-        transfer.offer(kv_pools.piece_of(staging, "decode-0"))
+        transfer.offer(make_piece())
     assert time.monotonic() - start < 1
 
 
@@ -125,25 +129,25 @@ def test_a_stuck_destination_does_not_hold_up_another(
     transfer: InProcessTransfer,
     destination: Destination,
     target: kv_pools.Side,
-    staging: tuple[jax.Array, ...],
+    make_piece: MakePiece,
 ) -> None:
     other = Destination()
     transfer.register("decode-1", target.mesh, other.deliver)
     destination.gate.clear()
-    transfer.offer(kv_pools.piece_of(staging, "decode-0"))
-    transfer.offer(kv_pools.piece_of(staging, "decode-1"))
+    transfer.offer(make_piece())
+    transfer.offer(make_piece(destination="decode-1"))
     assert other.next().error is None
 
 
 def test_close_drops_the_queue_and_ends_the_threads(
-    target: kv_pools.Side, staging: tuple[jax.Array, ...]
+    target: kv_pools.Side, make_piece: MakePiece
 ) -> None:
     destination = Destination()
     transfer = InProcessTransfer(timeout_seconds=5)
     transfer.register("decode-9", target.mesh, destination.deliver)
     destination.gate.clear()
     for _ in range(4):
-        transfer.offer(kv_pools.piece_of(staging, "decode-9"))
+        transfer.offer(make_piece(destination="decode-9"))
     assert destination.entered.wait(10)
     threading.Timer(0.1, destination.gate.set).start()
     transfer.close()

@@ -17,6 +17,7 @@ from jpd.engine.decode import DecodeDone, DecodeRow
 from jpd.engine.prefill import PrefillDone, PrefillTask
 from jpd.parallel.mesh import make_worker_mesh
 from jpd.transfer.protocol import KVPiece
+from jpd.transfer.wire import Wire
 from jpd.worker.protocol import Attempt
 
 VOCAB = 997
@@ -61,10 +62,10 @@ class FakePool:
 
     def gather(self, page_ids: Sequence[int]) -> tuple[jax.Array, ...]:
         sharding = NamedSharding(self.mesh, PartitionSpec())
-        return (jax.device_put(self.pages[list(page_ids)], sharding),)
+        return (jax.device_put(self.pages[list(page_ids)][:, :, None, None], sharding),)
 
     def write(self, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:
-        self.pages[list(page_ids)] = np.asarray(arrays[0])[: len(page_ids)]
+        self.pages[list(page_ids)] = np.asarray(arrays[0])[: len(page_ids), :, 0, 0]
 
 
 @dataclass
@@ -97,7 +98,9 @@ class FakePrefillEngine:
         return {progress.task.attempt_id for progress in self._tasks}
 
     def add(self, task: PrefillTask) -> None:
-        self._tasks.append(_Progress(task, task.num_cached_tokens, task.send_from_page))
+        self._tasks.append(
+            _Progress(task, task.num_cached_tokens, task.send_from_token // self._pool.page_size)
+        )
 
     def remove(self, attempt_id: str) -> None:
         self._tasks = [p for p in self._tasks if p.task.attempt_id != attempt_id]
@@ -152,6 +155,7 @@ class FakePrefillEngine:
                 page_start=start,
                 num_pages=end - start,
                 arrays=arrays,
+                wire=Wire(1, size, (end - start,), token_bytes=4, dtype="int32"),
                 num_bytes=arrays[0].nbytes,
                 is_last=is_last,
                 offered_time=time.monotonic(),

@@ -1,0 +1,54 @@
+"""A transfer that trusts nobody: every piece that arrives is compared with the checksum it brought.
+
+Wraps any KVTransfer, as the outermost: what was altered anywhere after the source's gather becomes
+the piece's TransferError, before anything is written into a pool. Compares on the transfer's own
+thread and waits for it there.
+"""
+
+import dataclasses
+import logging
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jpd.errors import TransferError
+from jpd.transfer.checksum import parts_agree
+from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece, KVTransfer
+
+logger = logging.getLogger(__name__)
+
+
+class CheckedTransfer:
+    """KVTransfer over wires with a checksum."""
+
+    def __init__(self, inner: KVTransfer) -> None:
+        self._inner = inner
+
+    def register(self, worker: str, mesh: Mesh, deliver: Deliver) -> None:
+        self._inner.register(worker, mesh, lambda piece: deliver(checked(piece, worker)))
+
+    def offer(self, piece: KVPiece) -> None:
+        self._inner.offer(piece)
+
+    def cancel(self, attempt_id: str) -> None:
+        self._inner.cancel(attempt_id)
+
+    def num_in_flight(self, worker: str) -> int:
+        return self._inner.num_in_flight(worker)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def checked(piece: ArrivedPiece, worker: str) -> ArrivedPiece:
+    """The piece without its checksum, or the error that it does not agree. Blocks."""
+    if piece.error is not None:
+        return piece
+    *arrays, sums = piece.arrays
+    agree = parts_agree(tuple(arrays), sums)
+    if all(np.asarray(shard.data).all() for shard in agree.addressable_shards):
+        return dataclasses.replace(piece, arrays=tuple(arrays))
+    where = f"pages {piece.page_start}+{piece.num_pages} of {piece.attempt_id}"
+    logger.error("transfer to %s: %s were altered on their way", worker, where)
+    error = TransferError(worker, f"{where}: checksum differs, altered on their way")
+    return dataclasses.replace(piece, arrays=(), num_bytes=0, error=error)
