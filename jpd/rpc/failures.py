@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from jpd.errors import ConfigError, JpdError, Problem, WorkerLostError
 
 MAX_VALUE_CHARS = 1000
+MAX_ITEMS = 32
 
 
 def dump_error(error: BaseException, worker: str) -> bytes:
@@ -42,7 +43,9 @@ def _arguments(error: JpdError) -> list[object]:
 
 
 def _plain(value: object) -> object:
-    """Only for show: numbers and short texts as they are, the rest as it prints."""
+    """Only for show: numbers, short texts and lists as they are, the rest as it prints."""
+    if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS:
+        return [_plain(item) for item in value]
     if isinstance(value, str | int | float | None):
         return value[:MAX_VALUE_CHARS] if isinstance(value, str) else value
     return repr(value)[:MAX_VALUE_CHARS]

@@ -176,7 +176,9 @@ ERRORS: list[JpdError] = [
     WorkerLostError("decode-0", "dead"),
     errors.TransferError("decode-0", "late"),
     UnknownAttemptError("decode-0", "who"),
-    ConfigError([Problem("f.toml", "key", 3, "rule"), Problem("f.toml", "other", None, "rule")]),
+    ConfigError(
+        [Problem("f.toml", "key", [3, 4], "rule"), Problem("f.toml", "other", None, "rule")]
+    ),
 ]
 
 
