@@ -40,6 +40,7 @@ class WorkerEntry:
     last_chosen: int = 0
     num_faults_in_a_row: int = 0
     suspended_until: float = 0.0  # 0.0: not suspended
+    is_leaving: bool = False  # takes nothing new: an operator said so
     view: WorkerView | None = field(default=None)  # None: to be made again
 
     @property
@@ -55,7 +56,9 @@ class WorkerEntry:
         return WorkerView(
             name=self.client.name,
             role=self.role,
-            is_available=not (self.watch.is_down or status is None or status.draining),
+            is_available=not (
+                self.watch.is_down or self.is_leaving or status is None or status.draining
+            ),
             is_suspended=self.suspended_until > 0.0,
             can_prefill=status is not None and status.can_prefill,
             num_slots=status.num_slots if status is not None else 0,
@@ -82,14 +85,33 @@ class Fleet:
         self._metrics, self._clock, self._on_change = metrics, clock, on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._num_chosen = 0
+        self.prefixes = PrefixIndex((), max_index_pages)
         for client in clients:
-            if client.name in self._entries:
-                raise ValueError(f"two workers are named {client.name!r}")
-            watch = Watch(client.name)
-            watch.go_down("its first status is awaited")
-            self._entries[client.name] = WorkerEntry(client, watch)
-            client.on_room(on_change)
-        self.prefixes = PrefixIndex(self._entries, max_index_pages)
+            self.add(client)
+
+    def add(self, client: WorkerClient) -> WorkerEntry:
+        """A new worker, down until its first status."""
+        name = client.name
+        if name in self._entries:
+            raise ValueError(f"two workers are named {name!r}")
+        watch = Watch(name)
+        watch.go_down("its first status is awaited")
+        self._entries[name] = entry = WorkerEntry(client, watch)
+        self.prefixes.add_worker(name)
+        client.on_room(self._on_change)
+        return entry
+
+    def remove(self, worker: str) -> None:
+        """Forget a worker that holds nothing any more."""
+        entry = self._entries[worker]
+        assert not entry.has_work, f"{worker} still has work"
+        del self._entries[worker]
+        self.prefixes.remove_worker(worker)
+
+    def set_leaving(self, worker: str, is_leaving: bool) -> None:
+        """Whether it takes nothing new although it is up."""
+        self._touch(worker).is_leaving = is_leaving
+        self._on_change()
 
     @property
     def entries(self) -> Sequence[WorkerEntry]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from jpd.errors import WorkerLostError
 from jpd.router.fleet import Fleet, WorkerEntry
 from jpd.router.prefix_feed import PrefixFeed
 from jpd.worker.protocol import Role, WorkerStatus
@@ -62,20 +63,31 @@ class HealthMonitor:
         self._feed = PrefixFeed(fleet.prefixes)
         self._poll_seconds, self._status_seconds = poll_seconds, status_seconds
         self._stuck_seconds = stuck_seconds
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Ask every worker once, then go on asking in the background."""
-        await asyncio.gather(*(self.check(entry) for entry in self._fleet.entries))
-        self._tasks = [asyncio.create_task(self._poll(entry)) for entry in self._fleet.entries]
+        await asyncio.gather(*(self.watch(entry) for entry in self._fleet.entries))
+
+    async def watch(self, entry: WorkerEntry) -> None:
+        """Ask this worker once, then go on asking in the background."""
+        await self.check(entry)
+        self._tasks[entry.client.name] = asyncio.create_task(self._poll(entry))
+
+    async def unwatch(self, entry: WorkerEntry) -> None:
+        """Ask it no more."""
+        await self._end(self._tasks.pop(entry.client.name))
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
+            await self._end(task)
         await self._feed.close()
+
+    async def _end(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
     async def check(self, entry: WorkerEntry) -> None:
         """One look at one worker: marks it up or down. Never raises, so nobody stops looking."""
@@ -88,6 +100,8 @@ class HealthMonitor:
             reason = self._why_down(entry, status)
         except TimeoutError:
             reason = f"no status within {self._status_seconds:g} s"
+        except WorkerLostError as error:
+            reason = error.reason
         except Exception as error:
             reason = f"status failed: {error!r}"
         if reason:
@@ -162,7 +176,7 @@ def _worker_health(entry: WorkerEntry) -> WorkerHealth:
     name, role = entry.client.name, entry.role
     if entry.watch.is_down:
         return WorkerHealth(name, role, "down", entry.watch.down_reason)
-    if entry.status is not None and entry.status.draining:
+    if entry.is_leaving or (entry.status is not None and entry.status.draining):
         return WorkerHealth(name, role, "draining", "takes no new work")
     if entry.suspended_until:
         reason = f"{entry.num_faults_in_a_row} faults in a row"

@@ -73,13 +73,28 @@ class PrefixIndex:
     """The prefixes of all workers. One event loop only."""
 
     def __init__(self, workers: Iterable[str], max_pages: int = MAX_INDEX_PAGES) -> None:
-        names = tuple(workers)
-        self._budget = max(MIN_WORKER_PAGES, max_pages // max(1, len(names)))
-        self._pages = {name: _Pages(self._budget) for name in names}
+        self._max_pages = max_pages
+        self._pages: dict[str, _Pages] = {}
+        for worker in workers:
+            self.add_worker(worker)
 
     def __len__(self) -> int:
         """Pages known, each counted at every worker that holds it."""
         return sum(len(pages) for pages in self._pages.values())
+
+    def add_worker(self, worker: str) -> None:
+        """One more that may tell of prefixes; all have an equal share of the pages."""
+        self._pages[worker] = _Pages(0)
+        self._share()
+
+    def remove_worker(self, worker: str) -> None:
+        del self._pages[worker]
+        self._share()
+
+    def _share(self) -> None:
+        self._budget = max(MIN_WORKER_PAGES, self._max_pages // max(1, len(self._pages)))
+        for pages in self._pages.values():
+            pages.budget = self._budget
 
     def match(self, page_hashes: Sequence[int]) -> Mapping[str, int]:
         """Leading pages held, by worker; workers that hold none are left out."""

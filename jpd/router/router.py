@@ -28,6 +28,7 @@ from jpd.router.policy import WorkerView
 from jpd.router.record import RequestRecord, ResolvedRequest
 from jpd.router.releases import Releases
 from jpd.router.resolve import Limits, resolve
+from jpd.router.roster import Roster
 from jpd.router.sessions import SessionTable
 from jpd.router.stream import Delivery, Mailbox, TokenStream
 from jpd.worker.protocol import WorkerClient, WorkerStatus
@@ -68,6 +69,7 @@ class Router:
         self._monitor = HealthMonitor(
             fleet, clock, poll_seconds=poll_seconds, stuck_seconds=stuck_seconds
         )
+        self.roster = Roster(fleet, self._monitor)
         self._limits = Limits(max_model_len, page_size, vocab_size, short_context)
         self._slos = {slo.name: slo for slo in slos}
         self._random = random.SystemRandom()

@@ -111,6 +111,8 @@ class WorkerStatus:
     num_unknown_attempts: int = 0  # messages that named an attempt not held; since the start
     incarnation: str = ""  # another one after every start; "": tells of no prefixes
     num_prefix_changes: int = 0  # pages that became known or were forgotten; since the start
+    roles: tuple[Role, ...] = ()  # that it has the compiled functions for
+    host: str = ""  # whose process it lives in; "": the router's
 
 
 class WorkerClient(Protocol):

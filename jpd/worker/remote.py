@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -96,7 +97,7 @@ class RemoteClient:
         if status is None:
             raise WorkerLostError(self._name, f"is not on host {self._connection.host}")
         self._role = status.role
-        return status
+        return replace(status, host=self._connection.host)
 
     async def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
         request = pb.TellPrefixesRequest(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import get_args
 
 from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import JpdError, WorkerError, WorkerLostError
@@ -64,6 +65,7 @@ class Worker:
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name=f"worker-{name}", daemon=True)
         self._turn_listeners: list[Callable[[], None]] = []
+        self._roles = _roles_of(parts)
         self._room_listeners: list[Callable[[], None]] = []
         self._must_stop = threading.Event()
         self._is_draining = False
@@ -314,12 +316,9 @@ class Worker:
             raise WorkerError(
                 self.name, f"set_role({role!r}): it still holds attempts, drain first"
             )
-        lacks_prefill = role != "decode" and self._parts.prefill is None
-        lacks_prefill |= role == "prefill" and not self._parts.destinations
-        lacks_decode = role != "prefill" and self._parts.decode is None
-        if lacks_prefill or lacks_decode:
-            missing = "prefill" if lacks_prefill else "decode"
-            reason = f"its {missing} executables were not made at start (role {self._role})"
+        if role not in self._roles:
+            able = ", ".join(self._roles)
+            reason = f"its executables are those of {able}; `roles` of its [[worker]] names others"
             raise WorkerError(self.name, f"set_role({role!r}): {reason}")
         self._role = role
         self._is_draining = False
@@ -355,5 +354,16 @@ class Worker:
             num_late_pieces=self._num_late_pieces,
             incarnation=pool.incarnation,
             num_prefix_changes=pool.num_prefix_changes,
+            roles=self._roles,
             num_unknown_attempts=self._num_unknown_attempts,
         )
+
+
+def _roles_of(parts: WorkerParts) -> tuple[Role, ...]:
+    """What the worker was compiled for; a prefill worker must have somebody to prefill for."""
+    can = {
+        "prefill": parts.prefill is not None and bool(parts.destinations),
+        "decode": parts.decode is not None,
+        "colocated": parts.prefill is not None and parts.decode is not None,
+    }
+    return tuple(role for role in get_args(Role) if can[role])

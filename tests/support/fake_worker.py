@@ -81,6 +81,7 @@ class FakeWorker:
         self.emit_stale_events = False
         self.status_hangs = False
         self.num_compilations_after_ready = 0
+        self.roles: tuple[Role, ...] = ("prefill", "decode", "colocated")
         self.attempts: dict[Verb, deque[Attempt]] = {
             verb: deque(maxlen=10_000) for verb in ("reserve", "prefill", "transfer", "decode")
         }
@@ -259,6 +260,7 @@ class FakeWorker:
             num_transfers_in_flight=0,
             num_compilations_after_ready=self.num_compilations_after_ready,
             last_step_time=self._last_step_time,
+            roles=self.roles,
             can_prefill=self.can_prefill,
             incarnation="" if self._prefixes is None else self._log.incarnation,
             num_prefix_changes=self._log.num_changes,
@@ -274,7 +276,8 @@ class FakeWorker:
             await asyncio.sleep(0.01)
 
     async def set_role(self, role: Role) -> None:
-        self._role = role
+        assert self._draining and not self._held
+        self._role, self._draining = role, False
 
     def on_room(self, callback: Callable[[], None]) -> None:
         self._room_callbacks.append(callback)
