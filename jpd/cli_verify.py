@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -85,10 +86,11 @@ def read_golden(path: Path) -> Golden:
     """Raises ConfigError when the file is missing, no npz, or its arrays do not go together."""
     names = ("prompts", "logits", "greedy", "margins")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             golden = Golden(*(arrays[name] for name in names))
-    except (OSError, ValueError, KeyError) as error:
-        rule = f"must be an npz file with {', '.join(names)}: {error}"
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+        why = f": {error.strerror}" if isinstance(error, OSError) else ""
+        rule = f"must be an npz file with the arrays {', '.join(names)}{why}"
         raise ConfigError([Problem(str(path), "--golden", path.name, rule)]) from error
     rows, length = golden.prompts.shape if golden.prompts.ndim == 2 else (-1, -1)
     fits = golden.logits.shape[:2] == (rows, length) and golden.greedy.shape[:1] == (rows,)

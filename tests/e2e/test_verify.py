@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jpd import cli_verify
 from jpd.cli import main
 from jpd.cli_against import Exact, report
+from jpd.errors import ConfigError
 from jpd.transfer.faulty import Fault, FaultyTransfer
 from tests.e2e.conftest import write_tiny_mesh
 
@@ -201,3 +202,25 @@ def test_convert_then_verify_golden(
     assert "greedy 96/96" in capsys.readouterr().out
     assert main(["convert", str(golden_llama3), str(target)]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["text", "npy", "zip", "cut", "none"])
+def test_a_golden_file_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    """Whatever numpy makes of it: one line, in our words."""
+    path = tmp_path / "expected.npz"
+    match content:
+        case "text":
+            path.write_text("not an archive\n")
+        case "npy":
+            with path.open("wb") as file:
+                np.save(file, np.zeros(3))
+        case "zip":
+            np.savez(path, prompts=np.zeros((1, 2), np.int32))
+        case "cut":
+            np.savez(path, prompts=np.zeros((1, 2), np.int32))
+            path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(ConfigError) as raised:
+        cli_verify.read_golden(path)
+    (problem,) = raised.value.problems
+    assert "must be an npz file with the arrays prompts, logits, greedy, margins" in problem.rule
+    assert "pickle" not in problem.rule
