@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jpd.api import GenerateOptions as GenerateOptions
     from jpd.api import Server as Server
     from jpd.api import launch as launch
     from jpd.errors import ConfigError as ConfigError
@@ -23,13 +22,16 @@ if TYPE_CHECKING:
     from jpd.errors import TransferError as TransferError
     from jpd.errors import WorkerError as WorkerError
     from jpd.errors import WorkerLostError as WorkerLostError
+    from jpd.frontend.options import GenerateOptions as GenerateOptions
     from jpd.frontend.server import Endpoints as Endpoints
     from jpd.frontend.service import Generation as Generation
     from jpd.frontend.service import TextDelta as TextDelta
     from jpd.request import Timeline as Timeline
+    from jpd.request import TokenLogprobs as TokenLogprobs
 
 _HOMES = {
-    "jpd.api": ("GenerateOptions", "Server", "launch"),
+    "jpd.api": ("Server", "launch"),
+    "jpd.frontend.options": ("GenerateOptions",),
     "jpd.errors": (
         "ConfigError",
         "DeadlineError",
@@ -45,7 +47,7 @@ _HOMES = {
     ),
     "jpd.frontend.server": ("Endpoints",),
     "jpd.frontend.service": ("Generation", "TextDelta"),
-    "jpd.request": ("Timeline",),
+    "jpd.request": ("Timeline", "TokenLogprobs"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,10 @@ from jpd.checkpoint.progress import ProgressCallback
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.backend import Backend
-from jpd.frontend.guided_fields import GUIDED_NAMES
-from jpd.frontend.job import GenerateJob, read_sampling
+from jpd.frontend.job import GenerateJob
 from jpd.frontend.loop_thread import LoopThread
-from jpd.frontend.prompts import ServedModel, read_prompts
+from jpd.frontend.options import GenerateOptions, PromptLike, read_options
+from jpd.frontend.prompts import ServedModel
 from jpd.frontend.server import Endpoints
 from jpd.frontend.service import Generation, TextDelta
 from jpd.launch.inprocess import TransferWrapper
@@ -43,46 +43,6 @@ from jpd.router.health import Health
 LOOPBACK = "127.0.0.1"
 DRAIN_SECONDS = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-PromptLike = str | Sequence[int]
-"""A text, or token ids."""
-
-
-class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of generate and stream; absent ones take the model's or jpd's defaults."""
-
-    max_tokens: int | None  # None: as many as the context holds
-    min_tokens: int
-    temperature: float  # 0: greedy
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int | None  # choice i of n uses seed + i
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    response_format: Mapping[str, object] | None  # as OpenAI has it: text, json_object, json_schema
-    structured_outputs: Mapping[str, object] | None  # one of json, regex, choice, json_object
-    guided_json: Mapping[str, object] | str | None  # a JSON schema
-    guided_regex: str | None  # the whole answer matches it
-    guided_choice: Sequence[str] | None  # the answer is one of these
-    n: int  # choices for each prompt
-    echo: bool  # the text of a choice begins with its prompt
-    include_stop_str_in_output: bool
-    session_id: str | None  # turns of one session prefer the worker that holds their prefix
-    priority: int  # higher goes first
-    slo: str | None  # name of an [[slo]] of the mesh file
-    timeout_seconds: float | None
-    disaggregate: bool | None  # force prefill apart, or on the decode worker; None: the router's
-
-
-_SAMPLING_NAMES = frozenset(
-    (
-        *("max_tokens min_tokens temperature top_p top_k min_p seed").split(),
-        *("stop stop_token_ids ignore_eos").split(),
-        *GUIDED_NAMES,
-    )
-)
 
 
 def launch(
@@ -290,21 +250,8 @@ class Server:
     def _job(
         self, prompts: PromptLike | Sequence[PromptLike], options: GenerateOptions
     ) -> GenerateJob:
-        sampling = {
-            name: value
-            for name, value in options.items()
-            if name in _SAMPLING_NAMES and value is not None
-        }
-        rest = {name: value for name, value in options.items() if name not in _SAMPLING_NAMES}
-        known = {field.name for field in dataclasses.fields(GenerateJob)}
-        for name in rest:
-            if name not in known - {"prompts", "sampling", "arrival_time"}:
-                raise TypeError(f"{name!r} is not an argument of generate or stream")
-        return GenerateJob(
-            prompts=read_prompts(prompts, max_prompts=None),
-            sampling=read_sampling(sampling, self._model.default_sampling),
-            **rest,  # type: ignore[arg-type]
-        )
+        with self._core().counting_refusals():
+            return read_options(prompts, options, self._model.default_sampling)
 
     def _bridge(self) -> LoopThread:
         if self._loop is None:

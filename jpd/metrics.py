@@ -81,6 +81,11 @@ class Metrics:
             "requests_running", "in a phase on a worker", "worker", "role"
         )
 
+    def count_refusal(self) -> None:
+        """A request that breaks a rule, ended before it was begun."""
+        self.requests.labels("failed").inc()
+        self.requests_failed.labels("bad_request").inc()
+
     def observe_phases(self, timeline: Timeline, num_output_tokens: int) -> None:
         """Account for a request that ended; phases it never reached are left out."""
         self.request_queue_seconds.observe(timeline.queue_seconds)

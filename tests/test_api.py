@@ -311,6 +311,7 @@ def test_public_names_are_the_documented_ones() -> None:
         "Server",
         "TextDelta",
         "Timeline",
+        "TokenLogprobs",
         "TransferError",
         "WorkerError",
         "WorkerLostError",

@@ -13,6 +13,7 @@ from typing import Literal
 from jpd.frontend.errors import Failure
 from jpd.frontend.job import PreparedJob
 from jpd.frontend.service import Generation, TextDelta
+from jpd.frontend.token_texts import LogprobWriter, TokenTexts, prompt_entries
 from jpd.request import Timeline
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -34,11 +35,48 @@ class AnswerOptions:
     include_usage: bool = False  # of a stream
     include_details: bool = False
     include_token_ids: bool = False
+    num_logprobs: int | None = None  # alternatives for each token; None: no log-probabilities
+    num_prompt_logprobs: int | None = None  # the same for the prompt, in vLLM's field
+    token_texts: TokenTexts = TokenTexts(None)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
     def id(self) -> str:
         return f"{_OBJECTS[self.kind][0]}-{self.request_id}"
+
+
+class ChoiceLogprobs:
+    """The fields `logprobs` and `prompt_logprobs` of one choice, whole or delta by delta."""
+
+    def __init__(self, options: AnswerOptions, prepared: PreparedJob, index: int) -> None:
+        self._options = options
+        self._prompt = prepared.prompt_of(index)
+        self._echo = prepared.job.echo
+        self._writer = LogprobWriter(
+            options.token_texts, options.num_logprobs or 0, prepared.job.skip_special_tokens
+        )
+
+    def fields(self, part: TextDelta | Generation) -> dict[str, object]:
+        """What this part adds to the choice. Parts come in order."""
+        options, found = self._options, dict[str, object]()
+        if options.num_prompt_logprobs is not None and part.prompt_logprobs:
+            found["prompt_logprobs"] = prompt_entries(
+                options.token_texts,
+                self._prompt.token_ids,
+                part.prompt_logprobs,
+                options.num_prompt_logprobs,
+            )
+        if options.num_logprobs is None or not part.logprobs:
+            return {"logprobs": None} | found
+        if options.kind == "chat":
+            return {"logprobs": self._writer.chat(part.token_ids, part.logprobs)} | found
+        shape: dict[str, list[object]] = {}
+        if self._echo and part.prompt_logprobs:
+            shape = self._writer.completion(self._prompt.token_ids, part.prompt_logprobs)
+            self._writer.begin_output(self._prompt.text)
+        for key, values in self._writer.completion(part.token_ids, part.logprobs).items():
+            shape[key] = shape.get(key, []) + values
+        return {"logprobs": shape} | found
 
 
 class UsageCounter:
@@ -101,7 +139,8 @@ def _whole_choice(
         choice["message"] = {"role": "assistant", "content": generation.text, "refusal": None}
     else:
         choice["text"] = generation.text
-    choice |= {"logprobs": None, "finish_reason": generation.finish_reason}
+    choice |= ChoiceLogprobs(options, prepared, index).fields(generation)
+    choice["finish_reason"] = generation.finish_reason
     if options.include_token_ids:
         choice["prompt_token_ids"] = prepared.prompt_of(index).token_ids
         choice["token_ids"] = generation.token_ids
@@ -132,6 +171,7 @@ class ChunkWriter:
         self._prepared = prepared
         self._counter = UsageCounter(prepared)
         self._prefixes: dict[int, str] = {}  # by choice: all that stands before its text
+        self._logprobs: dict[int, ChoiceLogprobs] = {}  # by choice, where they are asked for
         head = {
             "id": options.id,
             "object": _OBJECTS[options.kind][2],
@@ -153,7 +193,8 @@ class ChunkWriter:
             prefix = f'{self._head},"choices":[{{"index":{delta.index},{key}'
             self._prefixes[delta.index] = prefix
             start = self._role(delta.index)
-        if delta.finish_reason is not None or self._options.include_token_ids:
+        has_more = bool(delta.logprobs or delta.prompt_logprobs)
+        if delta.finish_reason is not None or self._options.include_token_ids or has_more:
             return start + self._full(delta)
         if not delta.text:
             return start
@@ -172,6 +213,15 @@ class ChunkWriter:
         delta = '"delta":{"role":"assistant","content":""'
         return f'{self._head},"choices":[{{"index":{index},{delta}{self._suffix}'.encode("ascii")
 
+    def _logprob_fields(self, delta: TextDelta) -> dict[str, object]:
+        if not delta.logprobs and not delta.prompt_logprobs:
+            return {"logprobs": None}
+        logprobs = self._logprobs.get(delta.index)
+        if logprobs is None:
+            logprobs = ChoiceLogprobs(self._options, self._prepared, delta.index)
+            self._logprobs[delta.index] = logprobs
+        return logprobs.fields(delta)
+
     def _full(self, delta: TextDelta) -> bytes:
         """A chunk with more than text in it: the end of a choice, or token ids."""
         choice: dict[str, object] = {"index": delta.index}
@@ -179,7 +229,8 @@ class ChunkWriter:
             choice["delta"] = {"content": delta.text} if delta.text else {}
         else:
             choice["text"] = delta.text
-        choice |= {"logprobs": None, "finish_reason": delta.finish_reason}
+        choice |= self._logprob_fields(delta)
+        choice["finish_reason"] = delta.finish_reason
         if self._options.include_token_ids:
             choice["token_ids"] = delta.token_ids
         if self._options.include_details and delta.timeline is not None:

@@ -9,7 +9,7 @@ Knows worker clients, no devices. Called by `jpd.api` through its loop thread.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -52,12 +52,20 @@ class Backend:
             short_context=model.short_context,
         )
         timeout_seconds = deployment.router.request_timeout_seconds
-        self._service = TextService(self._router, model, timeout_seconds, grammars)
+        self._service = TextService(
+            self._router, model, timeout_seconds, grammars, metrics.count_refusal
+        )
         self._doors: list[FrontendServer] = []
 
     @property
     def model(self) -> ServedModel:
         return self._service.model
+
+    @contextlib.contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Around what is done with a request before `generate` or `stream`. From any thread."""
+        with self._service.counting_refusals():
+            yield
 
     async def start(self) -> None:
         """Hear from the workers; the context is what the largest of their pools can hold."""
@@ -67,11 +75,14 @@ class Backend:
 
     async def generate(self, job: GenerateJob) -> list[Generation]:
         """All choices, whole. Raises RequestError, OverloadedError, DeadlineError, WorkerError."""
-        return await self._service.collect(await self._service.prepare(job))
+        with self._service.counting_refusals():
+            prepared = await self._service.prepare(job)
+        return await self._service.collect(prepared)
 
     async def stream(self, job: GenerateJob) -> AsyncGenerator[TextDelta, None]:
         """Deltas as they come; closing it cancels the request. Raises what `generate` raises."""
-        prepared = await self._service.prepare(job)
+        with self._service.counting_refusals():
+            prepared = await self._service.prepare(job)
         async with aclosing(self._service.stream(prepared)) as deltas:
             async for delta in deltas:
                 yield delta

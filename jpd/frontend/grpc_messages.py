@@ -13,7 +13,7 @@ from jpd.frontend.answers import UsageCounter, details
 from jpd.frontend.job import GenerateJob, read_sampling
 from jpd.frontend.prompts import ChatMessage, Prompt, ServedModel, read_messages
 from jpd.frontend.service import TextDelta, TextService
-from jpd.request import Timeline
+from jpd.request import Timeline, TokenLogprobs
 from jpd.rpc import jpd_pb2
 
 FINISH_REASONS = {
@@ -21,7 +21,11 @@ FINISH_REASONS = {
     "stop": jpd_pb2.FINISH_REASON_STOP,
     "length": jpd_pb2.FINISH_REASON_LENGTH,
 }
-_OPTIONAL_SAMPLING = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+_OPTIONAL_SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logprobs", "prompt_logprobs"),
+)
 
 
 async def read_job(
@@ -65,6 +69,7 @@ def _sampling_fields(message: jpd_pb2.SamplingParams) -> dict[str, object]:
     fields: dict[str, object] = {
         name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)
     }
+    fields["logit_bias"] = dict(message.logit_bias)
     fields["stop"] = tuple(message.stop)
     fields["stop_token_ids"] = tuple(message.stop_token_ids)
     fields["ignore_eos"] = message.ignore_eos
@@ -83,13 +88,28 @@ def _sampling_fields(message: jpd_pb2.SamplingParams) -> dict[str, object]:
 def delta_message(delta: TextDelta, include_details: bool) -> jpd_pb2.GenerateResponse:
     """One message of the stream, without usage."""
     message = jpd_pb2.GenerateResponse(
-        index=delta.index, text=delta.text, token_ids=delta.token_ids
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=map(_logprobs_message, delta.logprobs),
+        prompt_logprobs=[
+            _logprobs_message(entry) for entry in delta.prompt_logprobs if entry is not None
+        ],
     )
     if delta.finish_reason is not None:
         message.finish_reason = FINISH_REASONS[delta.finish_reason]
         if include_details and delta.timeline is not None:
             message.timeline.CopyFrom(jpd_pb2.Timeline(**dataclasses.asdict(delta.timeline)))
     return message
+
+
+def _logprobs_message(entry: TokenLogprobs) -> jpd_pb2.TokenLogprobs:
+    return jpd_pb2.TokenLogprobs(
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_token_ids=entry.top_token_ids,
+        top_logprobs=entry.top_logprobs,
+    )
 
 
 def usage_message(counter: UsageCounter) -> jpd_pb2.Usage:

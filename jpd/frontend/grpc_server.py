@@ -84,8 +84,9 @@ class JpdServicer:
         trailers: Trailers,
     ) -> AsyncGenerator[jpd_pb2.GenerateResponse, None]:
         """Appends to `trailers` as choices end."""
-        job = await read_job(request, self._service, context.time_remaining())
-        prepared = await self._service.prepare(job)
+        with self._service.counting_refusals():
+            job = await read_job(request, self._service, context.time_remaining())
+            prepared = await self._service.prepare(job)
         counter = UsageCounter(prepared)
         num_running = prepared.num_choices
         async with aclosing(self._service.stream(prepared)) as deltas:

@@ -3,6 +3,8 @@
 Knows FastAPI; the routes are elsewhere. Called by `server` and by the tests.
 """
 
+from functools import partial
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -11,7 +13,7 @@ from starlette.exceptions import HTTPException
 from jpd.errors import JpdError, RequestError
 from jpd.frontend.border import Border
 from jpd.frontend.errors import RouteError, describe
-from jpd.frontend.openai_http import OpenAiRoutes
+from jpd.frontend.openai_http import GENERATION_PATHS, OpenAiRoutes
 from jpd.frontend.operations import OperationRoutes, ServerFacts, jpd_version
 from jpd.frontend.responses import failure_response
 from jpd.frontend.service import TextService
@@ -32,7 +34,7 @@ def create_app(
     app.include_router(OperationRoutes(service, facts).router)
     app.add_middleware(Border, max_body_bytes=max_body_bytes)
     app.add_exception_handler(JpdError, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(RequestValidationError, partial(_on_invalid, service))
     app.add_exception_handler(HTTPException, _on_http_error)
     return app
 
@@ -41,8 +43,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return failure_response(describe(error, request.scope["jpd_request_id"]))
 
 
-async def _on_invalid(request: Request, error: Exception) -> Response:
+async def _on_invalid(service: TextService, request: Request, error: Exception) -> Response:
+    """A body that is none of ours: refused before its route is called."""
     assert isinstance(error, RequestValidationError)
+    if request.url.path in GENERATION_PATHS:
+        service.count_refusal()
     return await _on_error(request, _first_fault(error))
 
 

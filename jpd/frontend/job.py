@@ -14,11 +14,18 @@ from jpd.errors import RequestError
 from jpd.frontend.guided_fields import GUIDED_NAMES, read_grammar
 from jpd.frontend.prompts import EncodedPrompt, Prompt, ServedModel, check_text, check_token_ids
 from jpd.frontend.sequence_text import TextRules
-from jpd.request import SamplingParams
+from jpd.request import MAX_LOGIT_BIASES, SamplingParams
+
+SAMPLING_NAMES = (
+    *(item.name for item in dataclasses.fields(SamplingParams) if item.name != "grammar"),
+    *GUIDED_NAMES,
+)
+"""The fields that `read_sampling` takes, by the names that every door gives them."""
 
 MAX_CHOICES_PER_PROMPT = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+STOP_RULE = "must be a string or a list of strings"
 MAX_SESSION_ID_CHARS = 256
 MAX_PRIORITY = 1 << 20
 
@@ -72,6 +79,10 @@ def check_job(job: GenerateJob, model: ServedModel) -> None:
     _check_timeout(job.timeout_seconds)
     check_session_id(job.session_id)
     check_token_ids("stop_token_ids", job.sampling.stop_token_ids, model.vocab_size)
+    for token_id, _ in job.sampling.logit_bias:
+        if token_id >= model.vocab_size:
+            rule = f"token ids must be in the vocabulary, 0 to {model.vocab_size - 1}"
+            raise RequestError("logit_bias", token_id, rule)
     if job.sampling.stop:
         model.need_tokenizer("stop", job.sampling.stop)
     grammar = job.sampling.grammar
@@ -115,8 +126,14 @@ def check_fits(prompt: EncodedPrompt, sampling: SamplingParams, model: ServedMod
 
 
 def sampling_of_choice(sampling: SamplingParams, sample: int) -> SamplingParams:
-    """Choice 0 is what n = 1 would give; each later one has a seed counted up from it."""
-    if sampling.seed is None or sample == 0:
+    """Choice 0 is what n = 1 would give; each later one has a seed counted up from it.
+
+    The prompt's log-probabilities are computed for choice 0 alone.
+    """
+    if sample == 0:
+        return sampling
+    sampling = dataclasses.replace(sampling, prompt_logprobs=None)
+    if sampling.seed is None:
         return sampling
     seed = (sampling.seed + sample + (1 << 63)) % (1 << 64) - (
         1 << 63
@@ -142,20 +159,42 @@ def read_sampling(
         values["stop"] = _read_stops(values["stop"])
     if "stop_token_ids" in values:
         values["stop_token_ids"] = tuple(_read_list("stop_token_ids", values["stop_token_ids"]))
+    if "logit_bias" in values:
+        values["logit_bias"] = _read_biases(values["logit_bias"])
     return SamplingParams(**values, grammar=grammar)  # type: ignore[arg-type]
 
 
-def _read_list(name: str, value: object) -> Sequence[object]:
+def _read_list(name: str, value: object, rule: str = "must be a list") -> Sequence[object]:
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise RequestError(name, value, "must be a list")
+        raise RequestError(name, value, rule)
     return value
+
+
+def _read_biases(value: object) -> tuple[tuple[int, object], ...]:
+    """Token ids, as integers or as JSON writes them in keys, and their numbers."""
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise RequestError("logit_bias", value, "must be an object of token ids and numbers")
+    if len(value) > MAX_LOGIT_BIASES:
+        rule = f"at most {MAX_LOGIT_BIASES} entries"
+        raise RequestError("logit_bias", f"{len(value)} entries", rule)
+    return tuple((_read_token_id(key), bias) for key, bias in value.items())
+
+
+def _read_token_id(key: object) -> int:
+    if type(key) is int:
+        return key
+    if isinstance(key, str) and key.isascii() and key.isdigit() and str(int(key)) == key:
+        return int(key)
+    raise RequestError("logit_bias", key, "its keys must be token ids")
 
 
 def _read_stops(value: object) -> tuple[str, ...]:
     """One stop string, a list of them, or None. Raises RequestError."""
-    stops = [value] if isinstance(value, str) else _read_list("stop", value)
+    stops = [value] if isinstance(value, str) else _read_list("stop", value, STOP_RULE)
     if len(stops) > MAX_STOPS:
         raise RequestError("stop", len(stops), f"at most {MAX_STOPS} stop strings")
     for stop in stops:

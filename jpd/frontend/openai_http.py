@@ -7,9 +7,10 @@
 Knows TextService, not the router. Runs on the router's event loop. Mounted by `http_app`.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 from fastapi import APIRouter, Header, Request
@@ -36,11 +37,13 @@ from jpd.frontend.schemas import (
     GenerationBody,
 )
 from jpd.frontend.service import TextDelta, TextService
+from jpd.frontend.token_texts import TokenTexts
 from jpd.request import SamplingParams
 
 logger = logging.getLogger("jpd.http")
 
 DEFAULT_COMPLETION_TOKENS = 16
+GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 class OpenAiRoutes:
@@ -73,12 +76,14 @@ class OpenAiRoutes:
     ) -> Response:
         """Continue prompts of text or of token ids."""
         arrival_time = time.monotonic()
-        self._check_body(body, "/v1/completions")
-        fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | body.sampling_fields()
-        prompts = read_prompts(body.prompt)
-        sampling = read_sampling(fields, self._service.model.default_sampling)
-        job = _job(body, sampling, prompts, x_session_id, arrival_time)
-        return await self._answer(request, body, "completion", job)
+        with self._service.counting_refusals():
+            self._check_body(body, "/v1/completions")
+            fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | body.sampling_fields()
+            prompts = read_prompts(body.prompt)
+            sampling = read_sampling(fields, self._service.model.default_sampling)
+            job = _job(body, sampling, prompts, x_session_id, arrival_time)
+            prepared = await self._service.prepare(job)
+        return await self._answer(request, body, "completion", prepared)
 
     async def chat(
         self,
@@ -88,26 +93,21 @@ class OpenAiRoutes:
     ) -> Response:
         """Continue a conversation, through the model's chat template."""
         arrival_time = time.monotonic()
-        self._check_body(body, "/v1/chat/completions")
-        fields = body.sampling_fields()
-        if body.max_completion_tokens is not None:
-            if fields.setdefault("max_tokens", body.max_completion_tokens) != (
-                body.max_completion_tokens
-            ):
-                rule = f"differs from max_tokens = {body.max_tokens}; give one of them"
-                raise RequestError("max_completion_tokens", body.max_completion_tokens, rule)
-        prompt = await self._service.chat_prompt(
-            read_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-        )
-        sampling = read_sampling(fields, self._service.model.default_sampling)
-        job = _job(body, sampling, (prompt,), x_session_id, arrival_time)
-        return await self._answer(request, body, "chat", job)
+        with self._service.counting_refusals(), _blaming_the_field_given(body):
+            self._check_body(body, "/v1/chat/completions")
+            fields = body.sampling_fields()
+            prompt = await self._service.chat_prompt(
+                read_messages(body.messages),
+                add_generation_prompt=body.add_generation_prompt is not False,
+            )
+            sampling = read_sampling(fields, self._service.model.default_sampling)
+            job = _job(body, sampling, (prompt,), x_session_id, arrival_time)
+            prepared = await self._service.prepare(job)
+        return await self._answer(request, body, "chat", prepared)
 
     async def _answer(
-        self, request: Request, body: GenerationBody, kind: AnswerKind, job: GenerateJob
+        self, request: Request, body: GenerationBody, kind: AnswerKind, prepared: PreparedJob
     ) -> Response:
-        prepared = await self._service.prepare(job)
         model = self._service.model
         stream_options = body.stream_options
         options = AnswerOptions(
@@ -117,6 +117,9 @@ class OpenAiRoutes:
             include_usage=bool(stream_options and stream_options.include_usage),
             include_details=bool(body.include_details),
             include_token_ids=bool(body.return_token_ids) or model.tokenizer is None,
+            num_logprobs=prepared.job.sampling.logprobs,
+            num_prompt_logprobs=body.prompt_logprobs,
+            token_texts=TokenTexts(model.tokenizer, bool(body.return_tokens_as_token_ids)),
         )
         if not body.stream:
             generations = await self._service.collect(prepared)
@@ -142,6 +145,17 @@ class OpenAiRoutes:
             "owned_by": "jpd",
             "max_model_len": model.max_model_len,
         }
+
+
+@contextlib.contextmanager
+def _blaming_the_field_given(body: ChatBody) -> Iterator[None]:
+    """max_completion_tokens is read as max_tokens; what is wrong with it is told by its name."""
+    try:
+        yield
+    except RequestError as error:
+        if error.field != "max_tokens" or body.max_tokens is not None:
+            raise
+        raise RequestError("max_completion_tokens", error.value, error.rule) from None
 
 
 def _job(

@@ -14,13 +14,7 @@ logger = logging.getLogger("jpd.frontend")
 _EMPTY: tuple[object, ...] = (None, False, "", [], {})
 
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "logit_bias": _EMPTY,
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
+    "top_logprobs": (None, 0),  # of completions; chat has it
     "length_penalty": (None, 1),
     "use_beam_search": _EMPTY,
     "best_of": (None, 1),

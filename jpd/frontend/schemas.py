@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from jpd.frontend.guided_fields import GUIDED_NAMES
+from jpd.errors import RequestError
+from jpd.frontend.job import SAMPLING_NAMES
+from jpd.request import MAX_TOP_LOGPROBS
 
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
@@ -95,11 +97,16 @@ GuidedJsonField = Annotated[Any, WithJsonSchema(_JSON_OR_TEXT)]
 TextsField = Annotated[Any, WithJsonSchema(_TEXTS)]
 
 
-_SAMPLING_NAMES = (
-    *("max_tokens min_tokens temperature top_p top_k min_p seed").split(),
-    *("stop stop_token_ids ignore_eos").split(),
-    *GUIDED_NAMES,
-)
+LogitBiasField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "description": "token ids → what is added to their logits",
+        }
+    ),
+]
 
 
 class _Body(BaseModel):
@@ -139,6 +146,11 @@ class GenerationBody(_Body):
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 or -1: off")
     min_p: float | None = None
+    repetition_penalty: float | None = Field(None, description="of prompt and output; 1: off")
+    presence_penalty: float | None = Field(None, description="of the output; -2 to 2")
+    frequency_penalty: float | None = Field(None, description="of the output; -2 to 2")
+    logit_bias: LogitBiasField = None
+    prompt_logprobs: int | None = Field(None, description="alternatives for each prompt token")
     seed: int | None = Field(None, description="choice i of n uses seed + i")
     n: int | None = None
     stop: StopField = None
@@ -161,10 +173,13 @@ class GenerationBody(_Body):
     slo: str | None = Field(None, description="name of an [[slo]] of the mesh file")
     include_details: bool | None = Field(None, description="a timeline in each choice")
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='tokens of logprobs as "token_id:5"'
+    )
 
     def sampling_fields(self) -> dict[str, object]:
         """The sampling fields that were given; null counts as absent."""
-        values: dict[str, object] = {name: getattr(self, name) for name in _SAMPLING_NAMES}
+        values: dict[str, object] = {name: getattr(self, name, None) for name in SAMPLING_NAMES}
         if values["top_k"] == -1:
             values["top_k"] = 0
         return {name: value for name, value in values.items() if value is not None}
@@ -174,6 +189,14 @@ class CompletionBody(GenerationBody):
     prompt: PromptField
     max_tokens: int | None = Field(None, description="16 unless given, as OpenAI has it")
     echo: bool | None = None
+    logprobs: int | None = Field(None, description="alternatives for each token, 0 to 20")
+
+    def sampling_fields(self) -> dict[str, object]:
+        """With echo the prompt's log-probabilities belong to the answer."""
+        fields = super().sampling_fields()
+        if self.echo and self.logprobs is not None:
+            fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return fields
 
 
 class ChatBody(GenerationBody):
@@ -181,6 +204,23 @@ class ChatBody(GenerationBody):
     max_tokens: int | None = Field(None, description="as many as the context holds unless given")
     max_completion_tokens: int | None = Field(None, description="another name of max_tokens")
     add_generation_prompt: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, description="with logprobs: 0 to 20 alternatives")
+
+    def sampling_fields(self) -> dict[str, object]:
+        fields = super().sampling_fields()
+        asked = self.max_completion_tokens
+        if asked is not None and fields.setdefault("max_tokens", asked) != asked:
+            rule = f"differs from max_tokens = {self.max_tokens}; give one of them"
+            raise RequestError("max_completion_tokens", asked, rule)
+        num_top = self.top_logprobs or 0
+        if not 0 <= num_top <= MAX_TOP_LOGPROBS:
+            rule = f"must be between 0 and {MAX_TOP_LOGPROBS}"
+            raise RequestError("top_logprobs", num_top, rule)
+        if num_top and not self.logprobs:
+            raise RequestError("top_logprobs", num_top, "needs logprobs = true")
+        without = {name: value for name, value in fields.items() if name != "logprobs"}
+        return without | ({"logprobs": num_top} if self.logprobs else {})
 
 
 class TokenizeBody(_Body):

@@ -9,9 +9,10 @@ Knows no transport and no devices. Everything but the tokenising runs on the rou
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,7 +27,14 @@ from jpd.frontend.sequence_text import SequenceText, TextRules
 from jpd.frontend.stop import StopPatterns
 from jpd.grammar import Grammar
 from jpd.guidance.compiler import GrammarCompiler
-from jpd.request import FinishReason, Request, Timeline, TokenOutput
+from jpd.request import (
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    Timeline,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 MAX_RUNNING_PER_JOB = 256
 """Sequences of one job that are with the router at a time; the others wait here."""
@@ -63,6 +71,8 @@ class TextDelta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     timeline: Timeline | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, if they were asked for
+    prompt_logprobs: PromptLogprobs = ()  # on the first delta, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,8 @@ class Generation:
     finish_reason: FinishReason
     num_prompt_tokens: int
     timeline: Timeline | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, if they were asked for
+    prompt_logprobs: PromptLogprobs = ()  # one for each prompt token; None for the first
 
 
 class TextService:
@@ -85,9 +97,14 @@ class TextService:
         model: ServedModel,
         request_timeout_seconds: float = 600.0,
         grammars: GrammarCompiler | None = None,
+        count_refusal: Callable[[], None] = lambda: None,
     ) -> None:
-        """`grammars` is the caller's to close; without one guided requests are refused."""
+        """`grammars` is the caller's to close; without one guided requests are refused.
+
+        `count_refusal` hears of each request that is refused before the router knows of it.
+        """
         self.model = model
+        self.count_refusal = count_refusal
         self._grammars = grammars
         self._router = router
         self._request_timeout_seconds = request_timeout_seconds
@@ -95,6 +112,15 @@ class TextService:
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+    @contextlib.contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Around all that is done with a request before its stream is read."""
+        try:
+            yield
+        except RequestError:
+            self.count_refusal()
+            raise
 
     async def prepare(self, job: GenerateJob) -> PreparedJob:
         """Check and tokenise. Raises RequestError for whatever the client did wrong."""
@@ -128,11 +154,12 @@ class TextService:
     async def stream(self, prepared: PreparedJob) -> AsyncGenerator[TextDelta, None]:
         """Deltas of all choices as they come. Closing it cancels what still runs."""
         n = prepared.job.n
+        of_prompts: dict[int, PromptLogprobs] = {}
         if prepared.num_choices == 1:
-            source = self._choice(prepared, 0)
+            source = self._choice(prepared, 0, of_prompts)
         else:
             groups = [
-                [partial(self._choice, prepared, first + sample) for sample in range(n)]
+                [partial(self._choice, prepared, first + sample, of_prompts) for sample in range(n)]
                 for first in range(0, prepared.num_choices, n)
             ]
             source = merge(groups, MAX_RUNNING_PER_JOB)
@@ -144,11 +171,15 @@ class TextService:
         """All choices, whole, in order."""
         texts: list[list[str]] = [[] for _ in range(prepared.num_choices)]
         token_ids: list[list[int]] = [[] for _ in range(prepared.num_choices)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(prepared.num_choices)]
+        of_prompts: dict[int, PromptLogprobs] = {}
         ends: dict[int, TextDelta] = {}
         async with aclosing(self.stream(prepared)) as deltas:
             async for delta in deltas:
                 texts[delta.index].append(delta.text)
                 token_ids[delta.index].extend(delta.token_ids)
+                logprobs[delta.index].extend(delta.logprobs)
+                of_prompts.setdefault(delta.index, delta.prompt_logprobs)
                 if delta.finish_reason is not None:
                     ends[delta.index] = delta
         return [
@@ -158,6 +189,8 @@ class TextService:
                 finish_reason=ends[index].finish_reason or "stop",
                 num_prompt_tokens=len(prepared.prompt_of(index).token_ids),
                 timeline=ends[index].timeline,
+                logprobs=tuple(logprobs[index]),
+                prompt_logprobs=of_prompts[index],
             )
             for index in range(prepared.num_choices)
         ]
@@ -195,23 +228,38 @@ class TextService:
     async def _in_thread(self, function: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
-    async def _choice(self, prepared: PreparedJob, index: int) -> AsyncGenerator[TextDelta, None]:
-        """Deltas of one choice. Leaving it before the end cancels its request."""
+    async def _choice(
+        self, prepared: PreparedJob, index: int, of_prompts: dict[int, PromptLogprobs]
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Deltas of one choice. Leaving it before the end cancels its request.
+
+        The first choice of a prompt puts the prompt's log-probabilities into `of_prompts`, and the
+        others, which start after its first delta, take them from there.
+        """
+        prompt = index // prepared.job.n
         shown = SequenceText(self.model.tokenizer, prepared.rules)
         prefix = self._echo(prepared, index)
         request = self._request(prepared, index)
-        is_finished = False
+        is_finished = has_begun = False
         async with aclosing(self._router.generate(request)) as outputs:
             async for output in outputs:
                 new = shown.push(output)
+                if output.prompt_logprobs:
+                    of_prompts[prompt] = output.prompt_logprobs
                 timeline = output.timeline
                 is_finished = new.finish_reason is not None
                 if is_finished and output.finish_reason is None:  # a stop string
                     timeline = await outputs.finish()
                 yield TextDelta(
-                    index, prefix + new.text, new.token_ids, new.finish_reason, timeline
+                    index=index,
+                    text=prefix + new.text,
+                    token_ids=new.token_ids,
+                    finish_reason=new.finish_reason,
+                    timeline=timeline,
+                    logprobs=output.logprobs[: len(new.token_ids)],
+                    prompt_logprobs=() if has_begun else of_prompts.get(prompt, ()),
                 )
-                prefix = ""
+                prefix, has_begun = "", True
         if not is_finished:
             raise WorkerError("router", f"request {request.request_id} ended without a last token")
 

@@ -99,8 +99,7 @@ class Router:
                 lambda: self._random.getrandbits(SEED_BITS),
             )
         except RequestError:
-            self._parts.metrics.requests.labels("failed").inc()
-            self._parts.metrics.requests_failed.labels("bad_request").inc()
+            self._parts.metrics.count_refusal()
             raise
         return TokenStream(lambda: self._begin(resolved))
 

@@ -23,8 +23,12 @@ class Doors:
     loop: LoopThread
     router: FakeRouter = field(default_factory=FakeRouter)
     health: HealthReport = HealthReport(True, "ok")
+    num_refusals: int = 0
     endpoints: Endpoints = Endpoints("127.0.0.1", None, None)
     http: httpx.Client = field(default_factory=lambda: httpx.Client(verify=False, timeout=10))
+
+    def count_refusal(self) -> None:
+        self.num_refusals += 1
 
     def generate(self, request: Request) -> FakeStream:
         return self.router.generate(request)
@@ -53,7 +57,7 @@ def open_doors() -> Generator[Opened, None, None]:
         if model.tokenizer is not None:
             grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
             closers.append(grammars.close)
-        service = TextService(doors, model, grammars=grammars)
+        service = TextService(doors, model, grammars=grammars, count_refusal=doors.count_refusal)
         facts = ServerFacts(lambda: doors.health, lambda: b"jpd:up 1\n")
         server = FrontendServer(service, facts, max_body_bytes=1 << 20)
         doors.endpoints = loop.run(server.start("127.0.0.1", 0, 0))

@@ -14,7 +14,14 @@ from tokenizers import decoders as token_decoders
 
 from jpd.chat_template import ChatTemplates
 from jpd.frontend.prompts import ServedModel
-from jpd.request import FinishReason, Request, Timeline, TokenOutput
+from jpd.request import (
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    Timeline,
+    TokenLogprobs,
+    TokenOutput,
+)
 from jpd.tokenizer import BYTE_LEVEL_LETTERS, HuggingFaceTokenizer
 
 BOS, EOS, EOS2 = 256, 257, 258  # bytes are their own ids
@@ -145,7 +152,29 @@ class FakeStream:
         for start in range(0, len(token_ids), step):
             new = tuple(token_ids[start : start + step])
             is_last = start + step >= len(token_ids)
-            yield TokenOutput(new, reason, _timeline(request)) if is_last else TokenOutput(new)
+            logprobs = () if sampling.logprobs is None else map(self._opinion, new)
+            yield TokenOutput(
+                new,
+                reason if is_last else None,
+                _timeline(request) if is_last else None,
+                tuple(logprobs),
+                self._of_prompt() if start == 0 else (),
+            )
+
+    def _of_prompt(self) -> PromptLogprobs:
+        num_top = self._request.sampling.prompt_logprobs
+        if num_top is None:
+            return ()
+        return (None, *(opinion(i, num_top) for i in self._request.prompt_token_ids[1:]))
+
+    def _opinion(self, token_id: int) -> TokenLogprobs:
+        return opinion(token_id, self._request.sampling.logprobs or 0)
+
+
+def opinion(token_id: int, num_top: int) -> TokenLogprobs:
+    """Each token is second to the one before it in the alphabet."""
+    others = tuple((token_id - 1 + rank) % VOCAB_SIZE for rank in range(num_top))
+    return TokenLogprobs(-token_id / 64, 2, others, tuple(-other / 64 for other in others))
 
 
 def _timeline(request: Request) -> Timeline:

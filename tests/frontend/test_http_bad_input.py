@@ -124,8 +124,16 @@ def test_e11_null_is_the_default(doors: Doors) -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "-1", "1e308", '"0.5"', "true"])
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("temperature", "top_p", "min_p"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    ],
+)
 def test_e13_numbers_that_are_none(doors: Doors, name: str, value: str) -> None:
+    if "penalty" in name and value == "-1":
+        value = "-2.5"
     body = f'{{"prompt": "a", "{name}": {value}}}'
     assert refused(doors, COMPLETIONS, body)["param"] == name
 
@@ -134,6 +142,66 @@ def test_e13_numbers_that_are_none(doors: Doors, name: str, value: str) -> None:
 def test_e03_stops(doors: Doors, value: str) -> None:
     error = refused(doors, COMPLETIONS, f'{{"prompt": "a", "stop": {value}}}')
     assert error["param"] == "stop"
+
+
+def test_e03_a_stop_that_is_no_text_is_told_what_it_should_be(doors: Doors) -> None:
+    message = refused(doors, COMPLETIONS, '{"prompt": "a", "stop": 5}')["message"]
+    assert message == "stop = 5: must be a string or a list of strings"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ('{"-1": 1}', "'-1'"),
+        (f'{{"{VOCAB_SIZE}": 1}}', str(VOCAB_SIZE)),
+        (f'{{"{VOCAB_SIZE + 10}": 1}}', str(VOCAB_SIZE + 10)),
+        ('{"2147483648": 1}', "2147483648"),
+        ('{"a": 1}', "'a'"),
+        ('{"05": 1}', "'05'"),
+        ('{"5": 101}', "token 5"),
+        ('{"5": NaN}', "token 5"),
+        ('{"5": "1"}', "token 5"),
+        ("[5]", "[5]"),
+        (json.dumps(dict.fromkeys(map(str, range(301)), 1)), "301 entries"),
+    ],
+)
+def test_e14_logit_bias(doors: Doors, value: str, told: str) -> None:
+    error = refused(doors, COMPLETIONS, f'{{"prompt": "a", "logit_bias": {value}}}')
+    assert error["param"] == "logit_bias" and told in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, '"logprobs": 21', "logprobs"),
+        (COMPLETIONS, '"logprobs": -1', "logprobs"),
+        (COMPLETIONS, '"logprobs": true', "logprobs"),
+        (COMPLETIONS, '"top_logprobs": 2', "top_logprobs"),
+        (COMPLETIONS, '"prompt_logprobs": 21', "prompt_logprobs"),
+        (CHAT, '"logprobs": 2', "logprobs"),
+        (CHAT, '"top_logprobs": 2', "top_logprobs"),
+        (CHAT, '"logprobs": true, "top_logprobs": 21', "top_logprobs"),
+        (CHAT, '"logprobs": true, "top_logprobs": -1', "top_logprobs"),
+        (CHAT, '"max_completion_tokens": 0', "max_completion_tokens"),
+        (CHAT, '"max_completion_tokens": 5000', "max_completion_tokens"),
+        (CHAT, '"max_tokens": 0', "max_tokens"),
+    ],
+)
+def test_what_is_asked_for_is_named_as_it_was_asked(
+    doors: Doors, path: str, fields: str, param: str
+) -> None:
+    prompt = '"prompt": "a"' if path == COMPLETIONS else json.dumps(chat("a"))[1:-1]
+    assert refused(doors, path, f"{{{prompt}, {fields}}}")["param"] == param
+
+
+def test_every_refusal_is_counted_once(doors: Doors) -> None:
+    bodies = ('{"prompt": ""}', '{"prompt": "a", "n": 0}', "{", '{"prompt": "a", "n": "2"}')
+    for count, body in enumerate(bodies, start=doors.num_refusals + 1):
+        error_of(post(doors, COMPLETIONS, body))
+        assert doors.num_refusals == count
+    error_of(post(doors, "/tokenize", '{"prompt": 5}'))
+    assert post(doors, COMPLETIONS, '{"prompt": "a"}').status_code == 200
+    assert doors.num_refusals == count
 
 
 @pytest.mark.parametrize("value", ["[-1]", f"[{VOCAB_SIZE}]", "[2147483648]", '["1"]', '"1"'])
@@ -189,13 +257,6 @@ def test_unknown_route_and_method(doors: Doors) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("logprobs", 0),
-        ("logprobs", True),
-        ("top_logprobs", 3),
-        ("logit_bias", {"5": -100}),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 1.1),
         ("best_of", 2),
         ("suffix", "x"),
         ("tools", [{"type": "function"}]),

@@ -27,8 +27,9 @@ def test_generating_again_gives_the_same_descriptor(repo: Path, tmp_path: Path, 
     generated = descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes()).file[0]
     generated.ClearField("source_code_info")
     for message in generated.message_type:
-        for field in message.field:
-            field.ClearField("json_name")
+        for part in (message, *message.nested_type):
+            for field in part.field:
+                field.ClearField("json_name")
     assert generated == descriptor_of(PROTOS[name])
 
 
