@@ -34,6 +34,7 @@ from jpd.frontend.server import Endpoints
 from jpd.frontend.service import Generation, TextDelta
 from jpd.launch.inprocess import TransferWrapper
 from jpd.launch.launchers import RunningFleet, launch_fleet
+from jpd.launch.orders import read_token
 from jpd.mesh_file import load_deployment, resolve_dtypes
 from jpd.metrics import Metrics
 from jpd.nn.config import WeightFormat
@@ -116,6 +117,8 @@ class Server:
                 self._deployment,
                 self.metrics,
                 self._fleet.grammars,
+                self._fleet,
+                read_token(self._deployment.security, self._deployment.file),
             )
             self._loop.run(self._backend.start())
         except BaseException:

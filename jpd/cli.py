@@ -18,6 +18,7 @@ from jpd import (
     cli_generate,
     cli_serve,
     cli_verify,
+    cli_workers,
 )
 from jpd.errors import ConfigError, JpdError, RequestError
 
@@ -39,6 +40,7 @@ class Command(Protocol):
 COMMANDS: tuple[Command, ...] = (
     cli_check,
     cli_serve,
+    cli_workers,
     cli_generate,
     cli_verify,
     cli_convert,

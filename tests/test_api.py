@@ -170,7 +170,9 @@ def test_serve_opens_both_doors_and_close_shuts_them(
         [choice] = httpx.post(f"{url}/v1/completions", json=body).json()["choices"]
         assert choice["text"] == "bcd"
         assert choice["details"]["decode_worker"] == "decode-0"
-        assert httpx.get(f"{url}/health").json() == {"status": "ok", "reasons": []}
+        health = httpx.get(f"{url}/health").json()
+        assert (health["status"], health["reasons"]) == ("ok", [])
+        assert {worker["state"] for worker in health["workers"]} == {"up"}
         assert "jpd:requests_total" in httpx.get(f"{url}/metrics").text
         error = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "slo": "x"})
         assert error.status_code == 400 and error.json()["error"]["param"] == "slo"

@@ -185,6 +185,10 @@ class PrefillEngine:
         results.to_host()
         return time.monotonic() - start
 
+    def learn_destination(self, name: str, like: str) -> None:
+        """KV for this new destination travels as that for the other one: nothing is compiled."""
+        self._wires[name] = self._wires[like]
+
     def add(self, task: PrefillTask) -> None:
         """Queue a prompt. Its pages are the caller's, to be held until it is done or removed."""
         if not 0 <= task.num_cached_tokens < len(task.token_ids):

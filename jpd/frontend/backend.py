@@ -19,6 +19,7 @@ from jpd.frontend.operations import HealthReport, ServerFacts
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.server import Endpoints, FrontendServer
 from jpd.frontend.service import Generation, TextDelta, TextService
+from jpd.frontend.workforce import HostRunner, Workforce
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.metrics import Metrics
 from jpd.router.health import Health
@@ -39,8 +40,12 @@ class Backend:
         deployment: DeploymentConfig,
         metrics: Metrics,
         grammars: GrammarCompiler | None = None,
+        hosts: HostRunner | None = None,
+        admin_token: str | None = None,
     ) -> None:
         self._metrics = metrics
+        self._admin_token = admin_token
+        self._hosts_of = {worker.name: worker.host for worker in deployment.workers}
         self._router = Router(
             clients,
             deployment.router,
@@ -51,6 +56,7 @@ class Backend:
             vocab_size=model.vocab_size,
             short_context=model.short_context,
         )
+        self._workforce = None if hosts is None else Workforce(self._router.roster, hosts)
         timeout_seconds = deployment.router.request_timeout_seconds
         self._service = TextService(
             self._router, model, timeout_seconds, grammars, metrics.count_refusal
@@ -89,7 +95,7 @@ class Backend:
 
     async def serve(self, host: str, http_port: int | None, grpc_port: int | None) -> Endpoints:
         """Open doors; may be called again for other ports. Raises OSError."""
-        facts = ServerFacts(self._report, self._metrics.render)
+        facts = ServerFacts(self._report, self._metrics.render, self._workforce, self._admin_token)
         doors = FrontendServer(self._service, facts)
         endpoints = await doors.start(host, http_port, grpc_port)
         self._doors.append(doors)
@@ -112,4 +118,8 @@ class Backend:
 
     def _report(self) -> HealthReport:
         health = self._router.health()
-        return HealthReport(health.is_ready, health.status, health.reasons)
+        workers = tuple(
+            replace(worker, host=worker.host or self._hosts_of.get(worker.name, ""))
+            for worker in health.workers
+        )
+        return HealthReport(health.is_ready, health.status, health.reasons, workers)

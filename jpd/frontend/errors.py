@@ -32,10 +32,10 @@ class BodyTooLargeError(JpdError):
 
 
 class RouteError(JpdError):
-    """No such path, or the path does not take this method."""
+    """No such path, or the path does not take this method, or not from this caller."""
 
-    def __init__(self, http_status: int, message: str) -> None:
-        self.http_status = http_status
+    def __init__(self, http_status: int, message: str, code: str = "no_route") -> None:
+        self.http_status, self.code = http_status, code
         super().__init__(message)
 
 
@@ -82,7 +82,7 @@ def describe(error: BaseException, request_id: str) -> Failure:
     """The failure to show for `error`; an unknown one shows nothing but where to look."""
     if isinstance(error, RouteError):
         return Failure(
-            error.http_status, "UNIMPLEMENTED", "invalid_request_error", "no_route", str(error)
+            error.http_status, "UNIMPLEMENTED", "invalid_request_error", error.code, str(error)
         )
     for kind, http_status, grpc_status, type_, code in _TABLE:
         if isinstance(error, kind):

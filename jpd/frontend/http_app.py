@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from jpd.errors import JpdError, RequestError
+from jpd.frontend.admin import AdminRoutes
 from jpd.frontend.border import Border
 from jpd.frontend.errors import RouteError, describe
 from jpd.frontend.openai_http import GENERATION_PATHS, OpenAiRoutes
@@ -32,6 +33,8 @@ def create_app(
     )
     app.include_router(OpenAiRoutes(service).router)
     app.include_router(OperationRoutes(service, facts).router)
+    if facts.workforce is not None:
+        app.include_router(AdminRoutes(facts.workforce, facts.admin_token).router)
     app.add_middleware(Border, max_body_bytes=max_body_bytes)
     app.add_exception_handler(JpdError, _on_error)
     app.add_exception_handler(RequestValidationError, partial(_on_invalid, service))

@@ -4,7 +4,7 @@ Knows TextService and callables that tell health and metrics; no router. Mounted
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import APIRouter
@@ -16,7 +16,9 @@ from jpd.frontend.refusals import check_extra_fields
 from jpd.frontend.responses import json_response
 from jpd.frontend.schemas import ERROR_RESPONSES, DetokenizeBody, TokenizeBody
 from jpd.frontend.service import TextService
+from jpd.frontend.workforce import Workforce
 from jpd.metrics import CONTENT_TYPE
+from jpd.router.health import WorkerHealth
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class HealthReport:
     serving: bool
     status: str  # ok, degraded, draining, unhealthy
     reasons: tuple[str, ...] = ()
+    workers: tuple[WorkerHealth, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class ServerFacts:
 
     health: Callable[[], HealthReport]
     render_metrics: Callable[[], bytes]
+    workforce: Workforce | None = None
+    admin_token: str | None = None  # of operators on other machines; None: there are none
 
 
 class OperationRoutes:
@@ -51,9 +56,19 @@ class OperationRoutes:
         add("/detokenize", self.detokenize, methods=["POST"], response_model=None)
 
     async def health(self) -> Response:
-        """200 while requests are served, else 503; `reasons` says what is wrong."""
+        """200 while requests are served, else 503; `reasons` says what is wrong, and where."""
         report = self._facts.health()
-        body = {"status": report.status, "reasons": list(report.reasons)}
+        workers = [asdict(worker) for worker in report.workers]
+        hosts: dict[str, str] = {}  # a host is up with one of its workers
+        for worker in report.workers:
+            state = "down" if worker.state == "down" else "up"
+            hosts[worker.host] = "up" if hosts.get(worker.host) == "up" else state
+        body = {
+            "status": report.status,
+            "reasons": list(report.reasons),
+            "hosts": hosts,
+            "workers": workers,
+        }
         return json_response(body, 200 if report.serving else 503)
 
     async def version(self) -> Response:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from jpd.engine.buckets import ShapeBuckets
 from jpd.engine.compile_counter import CompileCounter
+from jpd.errors import RequestError
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.transfer.protocol import KVTransfer
 from jpd.worker.client import InProcessClient
@@ -60,6 +62,24 @@ class Fleet:
         """Tables and pools of all workers agree, and nothing is held for nobody. Blocks."""
         for member in self.members:
             on_thread(member.worker, member.worker.check_integrity)
+
+    def learn_destination(self, name: str, like: str) -> None:
+        """KV for this new worker of another host travels as that for the other one."""
+        for member in self.members:
+            learn = partial(member.worker.learn_destination, name, like)
+            member.worker.submit(Call(learn, lambda error: None))
+
+    def add_host(self, name: str) -> Sequence[InProcessClient]:
+        """All workers of one process are there from its start. Raises RequestError."""
+        rule = "hosts are added where they are processes: [launch] kind subprocess or ray"
+        raise RequestError("host", name, rule)
+
+    def forget_worker(self, name: str) -> None:
+        """End its thread and let go of its memory. Blocks."""
+        gone = [member for member in self.members if member.worker.name == name]
+        self.members = [member for member in self.members if member not in gone]
+        for member in gone:
+            member.worker.close()
 
     def close(self) -> None:
         """End all threads; what is still running fails with WorkerLostError. Idempotent, blocks."""

@@ -27,7 +27,7 @@ from jpd.rpc.records import dump, load
 from jpd.rpc.security import with_port
 from jpd.worker.fingerprint import fingerprint_of
 from jpd.worker.host_server import HostServer
-from jpd.worker.service import HostParts, WorkerService
+from jpd.worker.service import HostParts, Peers, WorkerService
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GRACE_SECONDS = 0.5
@@ -56,7 +56,7 @@ class Host:
             name=orders.host,
             clients={client.name: client for client in self._fleet.clients},
             fingerprint=fingerprint_of(model.config, orders.deployment),
-            set_peers=lambda peers: None,
+            set_peers=self._set_peers,
             logits=self._fleet.logits,
         )
         self._server = HostServer(WorkerService(parts), security)
@@ -73,6 +73,11 @@ class Host:
             progress=self._tell_progress,
             can_prefill_locally=orders.can_prefill_locally,
         )
+
+    def _set_peers(self, peers: Peers) -> None:
+        for peer in peers.peers:
+            if peer.like and self._fleet is not None:
+                self._fleet.learn_destination(peer.worker, peer.like)
 
     def _tell_progress(self, progress: Progress) -> None:
         self._tell(

@@ -5,6 +5,7 @@ The same face as the embedded fleet. Starts no JAX in this process. Called by `j
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -15,9 +16,11 @@ from jpd.checkpoint.progress import ProgressCallback
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem, WorkerLostError
 from jpd.guidance.compiler import GrammarCompiler
+from jpd.launch.growth import grown
 from jpd.launch.inprocess import grammar_compiler
 from jpd.launch.orders import HostLauncher, HostOrders, read_security, read_token
 from jpd.launch.supervisor import HostSupervisor
+from jpd.mesh_file import load_deployment
 from jpd.rpc import worker_pb2 as pb
 from jpd.rpc.failures import load_error
 from jpd.rpc.security import Security, is_loopback, open_blocking_channel
@@ -51,11 +54,32 @@ class HostedFleet:
     def clients(self) -> Sequence[RemoteClient]:
         return self._clients
 
+    def add_host(self, name: str) -> Sequence[RemoteClient]:
+        """Start a [[host]] that was added to the mesh file since. Blocks.
+
+        Raises RequestError, ConfigError, WorkerLostError; then nothing has changed.
+        """
+        deployment = grown(self._deployment, load_deployment(self._deployment.file), name)
+        orders = next(iter(self._supervisor.places.values())).orders
+        self._supervisor.add([replace(orders, host=name, deployment=deployment)])
+        self._deployment = deployment
+        return self.clients_of(name)
+
+    def forget_worker(self, name: str) -> None:
+        """The worker is gone; its host ends with the last of its workers. Blocks."""
+        gone = next(worker for worker in self._deployment.workers if worker.name == name)
+        rest = tuple(worker for worker in self._deployment.workers if worker is not gone)
+        self._deployment = replace(self._deployment, workers=rest)
+        if not self._deployment.workers_of(gone.host):
+            hosts = tuple(host for host in self._deployment.hosts if host.name != gone.host)
+            self._deployment = replace(self._deployment, hosts=hosts)
+            self._supervisor.remove(gone.host)
+
     def clients_of(self, host: str) -> list[RemoteClient]:
         """New clients of the workers of a running host."""
         place = self._supervisor.places[host]
         connection = HostConnection(place, self._fingerprint, self._security)
-        workers = place.orders.deployment.workers_of(host)
+        workers = self._deployment.workers_of(host)
         return [RemoteClient(worker.name, worker.role, connection) for worker in workers]
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:

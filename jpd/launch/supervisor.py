@@ -19,6 +19,7 @@ import grpc
 from jpd.checkpoint.progress import Progress, ProgressCallback
 from jpd.config import LaunchConfig
 from jpd.errors import JpdError, WorkerLostError
+from jpd.launch.growth import like
 from jpd.launch.orders import HostEvent, HostHandle, HostLauncher, HostOrders
 from jpd.rpc import worker_pb2 as pb
 from jpd.rpc.failures import load_error
@@ -94,7 +95,12 @@ class HostSupervisor:
         places = [HostPlace(order) for order in orders]
         for place in places:
             self._events.put(partial(self._begin, place))
-        self._await_ready(places)
+        try:
+            self._await_ready(places)
+        except BaseException:
+            for place in places:
+                self._forget(place)
+            raise
 
     def _await_ready(self, places: list[HostPlace]) -> None:
         """Raises as soon as one of them fails, however long the others would still take."""
@@ -113,7 +119,10 @@ class HostSupervisor:
 
     def remove(self, host: str) -> None:
         """End a host for good. Blocks until it has ended."""
-        place = self._places.pop(host)
+        self._forget(self._places[host])
+
+    def _forget(self, place: HostPlace) -> None:
+        self._places.pop(place.name, None)
         place.is_unwanted = True
         place.address, place.reason = None, "it was removed"
         self._end([place])
@@ -167,6 +176,8 @@ class HostSupervisor:
         return min(1.0, max(0.0, min(times, default=now + 1.0) - now))
 
     def _begin(self, place: HostPlace) -> None:
+        if place.is_unwanted:
+            return
         self._places[place.name] = place
         self._start(place)
 
@@ -242,8 +253,10 @@ class HostSupervisor:
                 place.knows_peers = self._tell(place, place.address)
 
     def _tell(self, place: HostPlace, address: str) -> bool:
+        known = place.orders.deployment.workers
+        names = {worker.name for worker in known}
         peers = tuple(
-            Peer(worker.name, other.kv_address)
+            Peer(worker.name, other.kv_address, "" if worker.name in names else like(worker, known))
             for other in list(self._places.values())
             if other is not place and other.kv_address
             for worker in other.orders.deployment.workers_of(other.name)

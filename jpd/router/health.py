@@ -25,6 +25,7 @@ STUCK_SECONDS = 30.0
 """A worker with work that has not finished a turn of its loop for this long is down."""
 
 Verdict = Literal["ok", "degraded", "failed"]
+WorkerState = Literal["up", "suspended", "draining", "down"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,9 @@ class WorkerHealth:
 
     name: str
     role: Role
-    state: Literal["up", "suspended", "draining", "down"]
+    state: WorkerState
     reason: str  # why it is not up, else ""
+    host: str = ""  # whose process it lives in; "": this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +175,13 @@ def _not_up(workers: Sequence[WorkerHealth]) -> list[WorkerHealth]:
 
 
 def _worker_health(entry: WorkerEntry) -> WorkerHealth:
-    name, role = entry.client.name, entry.role
+    state: WorkerState = "up"
+    reason = ""
     if entry.watch.is_down:
-        return WorkerHealth(name, role, "down", entry.watch.down_reason)
-    if entry.is_leaving or (entry.status is not None and entry.status.draining):
-        return WorkerHealth(name, role, "draining", "takes no new work")
-    if entry.suspended_until:
-        reason = f"{entry.num_faults_in_a_row} faults in a row"
-        return WorkerHealth(name, role, "suspended", reason)
-    return WorkerHealth(name, role, "up", "")
+        state, reason = "down", entry.watch.down_reason
+    elif entry.is_leaving or (entry.status is not None and entry.status.draining):
+        state, reason = "draining", "takes no new work"
+    elif entry.suspended_until:
+        state, reason = "suspended", f"{entry.num_faults_in_a_row} faults in a row"
+    host = entry.status.host if entry.status is not None else ""
+    return WorkerHealth(entry.client.name, entry.role, state, reason, host)

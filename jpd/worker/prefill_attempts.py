@@ -139,6 +139,10 @@ class PrefillAttempts:
         self._held[attempt.attempt_id] = held
         self._add_task(held, pages)
 
+    def learn_destination(self, name: str, like: str) -> None:
+        """KV for this new destination travels as that for the other one."""
+        self._engine.learn_destination(name, like)
+
     def _refuse_duplicate(self, attempt: Attempt) -> None:
         if attempt.attempt_id in self._held:
             raise WorkerError(self._worker, f"attempt {attempt.attempt_id} is prefilled already")

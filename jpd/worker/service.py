@@ -43,6 +43,7 @@ class Peer:
 
     worker: str
     kv_address: str
+    like: str = ""  # a worker the host knows from its start whose KV travels alike; "": itself
 
 
 @dataclass(frozen=True, slots=True)

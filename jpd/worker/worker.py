@@ -66,6 +66,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=f"worker-{name}", daemon=True)
         self._turn_listeners: list[Callable[[], None]] = []
         self._roles = _roles_of(parts)
+        self._destinations = set(parts.destinations)
         self._room_listeners: list[Callable[[], None]] = []
         self._must_stop = threading.Event()
         self._is_draining = False
@@ -273,7 +274,7 @@ class Worker:
         """
         is_local = reservation.worker == self.name
         prefill = self._parts.prefill
-        can_send = self._role != "decode" and reservation.worker in self._parts.destinations
+        can_send = self._role != "decode" and reservation.worker in self._destinations
         if prefill is None or not (is_local or can_send):
             whom = "itself" if is_local else reservation.worker
             raise WorkerError(self.name, f"role {self._role} cannot prefill for {whom}")
@@ -323,6 +324,12 @@ class Worker:
         self._role = role
         self._is_draining = False
         self._num_releases_told = -1  # there is room again
+
+    def learn_destination(self, name: str, like: str) -> None:
+        """A new worker for which this one may prefill; its KV travels as that of the other."""
+        if self._parts.prefill is not None and like in self._destinations:
+            self._destinations.add(name)
+            self._parts.prefill.learn_destination(name, like)
 
     def _receive(self, piece: ArrivedPiece) -> None:
         if self._parts.decode is None or not self._parts.decode.receive(piece):

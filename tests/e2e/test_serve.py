@@ -151,7 +151,12 @@ def test_bad_rpc_is_invalid_argument(
 
 def test_health_and_metrics_after_all_that(running_server: RunningServer) -> None:
     """Nothing was compiled after ready, whatever the tests before this one sent."""
-    assert json.loads(get(running_server.url, "/health")) == {"status": "ok", "reasons": []}
+    health = json.loads(get(running_server.url, "/health"))
+    assert (health["status"], health["reasons"], health["hosts"]) == ("ok", [], {"here": "up"})
+    assert [(w["name"], w["role"], w["state"]) for w in health["workers"]] == [
+        ("prefill-0", "prefill", "up"),
+        ("decode-0", "decode", "up"),
+    ]
     metrics = get(running_server.url, "/metrics")
     assert "jpd:time_to_first_token_seconds_count" in metrics
 

@@ -444,7 +444,7 @@ def test_f12_tokenize_gives_the_ids_that_chat_uses(doors: Doors) -> None:
 def test_health_version_metrics_and_docs(doors: Doors) -> None:
     response = doors.http.get("/health")
     assert response.status_code == 200
-    assert response.json() == {"status": "ok", "reasons": []}
+    assert response.json()["status"] == "ok" and response.json()["reasons"] == []
     doors.health = HealthReport(False, "unhealthy", ("decode-0: fell over",))
     response = doors.http.get("/health")
     assert response.status_code == 503

@@ -158,7 +158,7 @@ async def test_set_role_takes_an_idle_worker_and_what_it_was_built_for() -> None
             await client.reserve(attempt_of(range(9)))
         attempt = attempt_of(range(9))
         assert await running.run(attempt, prefill="both-0") == reference(attempt)
-        with pytest.raises(WorkerError, match="its prefill executables were not made at start"):
+        with pytest.raises(WorkerError, match="its executables are those of decode"):
             await running["decode-0"].client.set_role("prefill")
 
 
