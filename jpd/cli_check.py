@@ -36,7 +36,7 @@ def print_report(plan: DeploymentPlan, model_name: str, console: Console) -> Non
     console.print(
         f"[bold]{model_name}[/bold] on [bold]{plan.deployment.file}[/bold]: "
         f"{plan.num_params:,} parameters in {held}, KV in {cache.dtype}{_on_wire(cache)}, "
-        f"sequences up to {plan.max_model_len:,} tokens",
+        f"sequences up to {plan.max_model_len:,} tokens, attention by {plan.attention}",
         highlight=False,
     )
     console.print(_worker_table(plan))

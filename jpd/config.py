@@ -9,6 +9,7 @@ from typing import Literal
 Platform = Literal["cpu", "gpu", "tpu"]
 LaunchKind = Literal["inprocess", "subprocess", "ray"]
 Placement = Literal["spread", "pack"]
+AttentionChoice = Literal["auto", "reference", "blocks", "cudnn", "tpu_ragged"]
 Role = Literal["prefill", "decode", "colocated"]
 PrefillLostPolicy = Literal["retry_other_prefill", "fail"]
 TransferFailedPolicy = Literal["retry", "fail"]
@@ -81,6 +82,7 @@ class EngineConfig:
     ] = ()  # padded KV lengths; (): max_model_len, /4, /16, at least a chunk
     dtype: str = "auto"  # weights, activations; auto: float32 on cpu, bfloat16 elsewhere
     max_steps_per_call: int = 4  # decode steps in one call while nobody waits; 1: never several
+    attention: AttentionChoice = "auto"  # see jpd.kernels.backends; auto: blocks
 
     def served_len(self, model_max_len: int) -> int:
         """The longest sequence served of a model with this limit of its own."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from jpd.config import (
+    AttentionChoice,
     CacheConfig,
     DecodeLostPolicy,
     DeploymentConfig,
@@ -201,6 +202,9 @@ def _read_engine(table: Table, cache: CacheConfig) -> EngineConfig:
         prefill_buckets=table.integers("prefill_buckets", low=1),
         context_buckets=table.integers("context_buckets", low=1),
         dtype=table.choice("dtype", default.dtype, DTYPES),
+        attention=cast(
+            AttentionChoice, table.choice("attention", default.attention, AttentionChoice)
+        ),
         max_steps_per_call=table.integer(
             "max_steps_per_call", default.max_steps_per_call, low=1, high=64
         ),

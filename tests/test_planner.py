@@ -209,6 +209,38 @@ def test_mesh_caps_the_length_of_the_model(tmp_path: Path) -> None:
     assert plan_tiny(tmp_path, engine="max_model_len = 9999").max_model_len == 256
 
 
+def test_attention_is_named_and_refused_where_it_cannot_work(tmp_path: Path) -> None:
+    assert plan_tiny(tmp_path).attention == "blocks"
+    assert plan_tiny(tmp_path, engine='attention = "reference"').attention == "reference"
+    (problem,) = problems(tmp_path, engine='attention = "cudnn"')
+    assert (problem.key, problem.value) == ("engine.attention", "cudnn")
+    assert "needs platform gpu, not cpu" in problem.rule
+    (problem,) = problems(tmp_path, engine='attention = "flash"')
+    assert problem.key == "engine.attention"
+
+
+def test_an_unknown_attention_of_the_python_api_is_refused(tmp_path: Path) -> None:
+    mesh = deployment(tmp_path)
+    wrong: Any = "flash"
+    with pytest.raises(ConfigError, match="tpu_ragged"):
+        plan_deployment(
+            config_from_hf(TINY), replace(mesh, engine=replace(mesh.engine, attention=wrong))
+        )
+
+
+def test_a_step_needs_no_more_scores_than_those_of_a_block_of_keys(tmp_path: Path) -> None:
+    """Heads by 2048 queries by 16k keys, twice in float32, would be 32 GiB."""
+    mesh = load_deployment("2p1d-tp8-h200")
+    long = replace(mesh.engine, max_model_len=16384, prefill_chunk=2048)
+    config = config_from_hf(LLAMA_70B)
+    blocks = plan_deployment(config, replace(mesh, engine=long)).workers[0]
+    assert blocks.workspace_bytes < 2 * GIB
+    whole = replace(mesh, engine=replace(long, attention="reference"))
+    reference = plan_deployment(config, whole, sizes_memory=False).workers[0]
+    scores = 64 // 8 * 2048 * 16384 * 4 * 2
+    assert reference.workspace_bytes > scores
+
+
 def test_memory_must_be_known_or_pages_given(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, cache="")
     assert problem.key == "host.a.device_memory_gib"

@@ -31,6 +31,7 @@ from jpd.engine.steps import (
     prefill_chunk,
 )
 from jpd.engine.token_masks import TokenMasks, open_masks
+from jpd.kernels.backends import AttentionBackend, AttentionName
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import abstract_params
 from jpd.parallel.sharding import sharding_for
@@ -47,11 +48,12 @@ class ModelFunctions:
         spec: KVSpec,
         buckets: ShapeBuckets,
         num_slots: int,
+        attention: AttentionName = "blocks",
     ) -> None:
         self.vocab_size = config.vocab_size
         self.mesh, self.spec, self.buckets, self.num_slots = mesh, spec, buckets, num_slots
         self.moves = PageMoves(spec, mesh)
-        params = abstract_params(config, dtype)
+        params = abstract_params(config, dtype, AttentionBackend.on(attention, mesh))
         self._definition = params.graphdef
         self.param_shardings: tuple[NamedSharding, ...] = tuple(
             sharding_for(mesh, param.axes, param.shape) for param in params.specs

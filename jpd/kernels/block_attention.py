@@ -11,10 +11,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpd.kernels.scores import MASKED_SCORE, AttentionSettings, masked_scores, visible
+from jpd.kernels.running_softmax import Softmax, add_block, empty, finish
+from jpd.kernels.scores import AttentionSettings, masked_scores, visible
 
 KEYS_PER_BLOCK = 256
 QUERIES_PER_BLOCK = 256
+
+KEYS_PER_STEP = 128
+"""Of one query: its last block is read whole, and is mostly not full."""
+
+MAX_SLICES = 8
+"""So few pages are copied one by one, which is quicker than a gather."""
 
 
 class _Queries(NamedTuple):
@@ -24,14 +31,6 @@ class _Queries(NamedTuple):
     positions: jax.Array  # int32 [T]
     page_table: jax.Array  # int32 [pages of the sequence]
     kv_length: jax.Array  # int32
-
-
-class _Softmax(NamedTuple):
-    """A softmax under way: highest score, sum of exp(score - highest), and values so weighted."""
-
-    highest: jax.Array  # float32 [K, G, T]
-    total: jax.Array  # float32 [K, G, T]
-    values: jax.Array  # float32 [K, G, T, value width]
 
 
 def attend_in_blocks(
@@ -55,7 +54,7 @@ def attend_in_blocks(
     blocks = _Queries(
         queries.reshape(num_rows * per_row, width, *queries.shape[2:]),
         query_positions.reshape(num_rows * per_row, width),
-        jnp.repeat(_whole_blocks(page_table, pages.shape[1]), per_row, axis=0),
+        jnp.repeat(_whole_blocks(page_table, pages.shape[1], width), per_row, axis=0),
         jnp.repeat(kv_lengths, per_row),
     )
     out = jax.lax.map(lambda block: _attend(block, pages, sinks, settings), blocks)
@@ -63,14 +62,15 @@ def attend_in_blocks(
     return joined[:, :num_queries]
 
 
-def _pages_per_block(num_pages: int, page_size: int) -> int:
-    return min(num_pages, max(1, KEYS_PER_BLOCK // page_size))
+def _pages_per_block(num_pages: int, page_size: int, num_queries: int) -> int:
+    num_keys = KEYS_PER_STEP if num_queries == 1 else KEYS_PER_BLOCK
+    return min(num_pages, max(1, num_keys // page_size))
 
 
-def _whole_blocks(page_table: jax.Array, page_size: int) -> jax.Array:
+def _whole_blocks(page_table: jax.Array, page_size: int, num_queries: int) -> jax.Array:
     """The table widened to whole blocks with page 0, which is masked like all not written."""
     num_pages = page_table.shape[1]
-    missing = -num_pages % _pages_per_block(num_pages, page_size)
+    missing = -num_pages % _pages_per_block(num_pages, page_size, num_queries)
     return jnp.pad(page_table, ((0, 0), (0, missing)))
 
 
@@ -78,27 +78,23 @@ def _attend(
     block: _Queries, pages: jax.Array, sinks: jax.Array | None, settings: AttentionSettings
 ) -> jax.Array:  # [T, K, G, value width]
     page_size, num_pages = pages.shape[1], block.page_table.shape[0]
-    per_block = _pages_per_block(num_pages, page_size)
-    num_keys = per_block * page_size
     width, kv_heads, group = block.queries.shape[:3]
+    per_block = _pages_per_block(num_pages, page_size, width)
+    num_keys = per_block * page_size
     low, high = settings.value_columns
-    state = _Softmax(
-        jnp.full((kv_heads, group, width), MASKED_SCORE, jnp.float32),
-        jnp.zeros((kv_heads, group, width), jnp.float32),
-        jnp.zeros((kv_heads, group, width, high - low), jnp.float32),
-    )
 
-    def add(i: jax.Array | int, state: _Softmax) -> _Softmax:
+    def add(i: jax.Array | int, state: Softmax) -> Softmax:
         page_ids = jax.lax.dynamic_slice_in_dim(block.page_table, i * per_block, per_block)
         return _add_keys(state, block, pages, page_ids, i * num_keys, settings)
 
+    state = empty((kv_heads, group, width), high - low)
     if num_pages == per_block:
         state = add(0, state)
     else:
         first, last = _reach(block, settings.sliding_window)
         end = (last + num_keys) // num_keys
         state = jax.lax.fori_loop(first // num_keys, end, add, state)
-    out = _finish(state, sinks)
+    out = finish(state, sinks)
     return jnp.transpose(out, (2, 0, 1, 3)).astype(block.queries.dtype)
 
 
@@ -111,13 +107,13 @@ def _reach(block: _Queries, sliding_window: int | None) -> tuple[jax.Array, jax.
 
 
 def _add_keys(
-    state: _Softmax,
+    state: Softmax,
     block: _Queries,
     pages: jax.Array,
     page_ids: jax.Array,
     first_position: jax.Array | int,
     settings: AttentionSettings,
-) -> _Softmax:
+) -> Softmax:
     """Take the keys and values of some pages into the running softmax."""
     queries = block.queries
     keys = _columns(pages, page_ids, 0, queries.shape[-1]).astype(queries.dtype)
@@ -126,20 +122,12 @@ def _add_keys(
     key_positions = first_position + jnp.arange(keys.shape[1], dtype=jnp.int32)
     mask = visible(block.positions, key_positions, block.kv_length, settings.sliding_window)
     scores = masked_scores(products, mask, settings)
-    highest = jnp.maximum(state.highest, jnp.max(scores, axis=-1))
-    weights = jnp.exp(scores - highest[..., None])
-    shrink = jnp.exp(state.highest - highest)
-    attended = jnp.einsum(
-        "kgts,ksh->kgth",
-        weights.astype(queries.dtype),
-        values,
-        preferred_element_type=jnp.float32,
-    )
-    return _Softmax(
-        highest,
-        state.total * shrink + jnp.sum(weights, axis=-1),
-        state.values * shrink[..., None] + attended,
-    )
+
+    def weigh(weights: jax.Array) -> jax.Array:
+        narrow, wide = weights.astype(queries.dtype), jnp.float32
+        return jnp.einsum("kgts,ksh->kgth", narrow, values, preferred_element_type=wide)
+
+    return add_block(state, scores, weigh)
 
 
 def _columns(pages: jax.Array, page_ids: jax.Array, low: int, high: int) -> jax.Array:
@@ -147,22 +135,20 @@ def _columns(pages: jax.Array, page_ids: jax.Array, low: int, high: int) -> jax.
 
     One gather of whole rows, cut afterwards, would have both copied a second time.
     """
+    if page_ids.shape[0] <= MAX_SLICES:
+        sizes = (1, *pages.shape[1:3], high - low)
+        found = jnp.concatenate(
+            [jax.lax.dynamic_slice(pages, (page, 0, 0, low), sizes) for page in page_ids]
+        )
+    else:
+        found = _gathered(pages, page_ids, low, high)
+    return jnp.transpose(found.reshape(-1, *found.shape[2:]), (1, 0, 2))
+
+
+def _gathered(pages: jax.Array, page_ids: jax.Array, low: int, high: int) -> jax.Array:
     corners = jnp.stack([page_ids, jnp.full_like(page_ids, low)], axis=-1)
     numbers = jax.lax.GatherDimensionNumbers(
         offset_dims=(1, 2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 3)
     )
     sizes = (1, *pages.shape[1:3], high - low)
-    found = jax.lax.gather(pages, corners, numbers, sizes, mode="promise_in_bounds")
-    return jnp.transpose(found.reshape(-1, *found.shape[2:]), (1, 0, 2))
-
-
-def _finish(state: _Softmax, sinks: jax.Array | None) -> jax.Array:
-    """Divide by the sum; a sink takes part in it but carries no value."""
-    if sinks is None:
-        total = jnp.maximum(state.total, 1e-30)  # 0 where no block was read
-        return state.values / total[..., None]
-    sink_scores = sinks.astype(jnp.float32)[..., None]
-    highest = jnp.maximum(state.highest, sink_scores)
-    shrink = jnp.exp(state.highest - highest)
-    total = state.total * shrink + jnp.exp(sink_scores - highest)
-    return state.values * (shrink / total)[..., None]
+    return jax.lax.gather(pages, corners, numbers, sizes, mode="promise_in_bounds")

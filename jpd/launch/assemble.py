@@ -19,6 +19,7 @@ from jpd.engine.decode import DecodeEngine
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.prefill import PrefillEngine
 from jpd.guidance.compiler import GrammarCompiler
+from jpd.kernels.backends import AttentionName, resolve
 from jpd.launch.devices import num_pool_pages
 from jpd.launch.fleet import Member
 from jpd.nn.config import DecoderConfig
@@ -59,6 +60,11 @@ class Assembly:
     counter: CompileCounter
     can_prefill_locally: bool
     grammars: GrammarCompiler | None  # None: the model has no tokenizer
+
+    @property
+    def attention(self) -> AttentionName:
+        """How every worker computes it."""
+        return resolve(self.deployment.engine.attention)
 
     def buckets_of(self, worker: WorkerConfig) -> ShapeBuckets:
         cache = self.deployment.cache_of(worker)
@@ -112,6 +118,7 @@ def assemble_worker(assembly: Assembly, site: Site) -> Member:
         cache.spec,
         assembly.buckets_of(site.config),
         site.config.slots,
+        assembly.attention,
     )
     engines = _make_engines(assembly, site, functions, cache)
     parts = _make_parts(assembly, site, engines, _page_pool(cache.spec, assembly.deployment))

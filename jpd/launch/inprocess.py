@@ -79,6 +79,7 @@ def launch_workers(
         can_prefill_locally=can_prefill_locally,
         grammars=grammar_compiler(model),
     )
+    logger.info("attention: %s", assembly.attention)
     return _start(assembly)
 
 

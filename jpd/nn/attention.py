@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpd.kernels.attention import paged_attention, write_pages
+from jpd.kernels.backends import AttentionBackend
 from jpd.nn.config import DecoderConfig, LayerConfig
 from jpd.nn.layers import RMSNorm, param
 from jpd.nn.linear import Linear
@@ -28,7 +29,13 @@ class Placement:
 class Attention(nnx.Module):
     """Queries carry kv heads and groups as two axes: no reshape ever crosses a sharding."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, dtype: jnp.dtype) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        dtype: jnp.dtype,
+        backend: AttentionBackend,
+    ) -> None:
         embed, kv_heads, head = config.embed_dim, config.num_kv_heads, config.head_dim
         group = config.num_heads // kv_heads
         q_shape, q_axes = (kv_heads, group, head), ("kv_heads", "group", "head_dim")
@@ -54,7 +61,7 @@ class Attention(nnx.Module):
             norm = {"eps": config.norm_eps, "offset": config.norm_offset}
             self.q_norm = RMSNorm(q_shape[skip:], dtype, q_axes[skip:], **norm)
             self.k_norm = RMSNorm(k_shape[skip:], dtype, k_axes[skip:], **norm)
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.backend = config, layer, backend
 
     def __call__(
         self, x: jax.Array, tables: RopeTables | None, pages: jax.Array, place: Placement
@@ -76,6 +83,7 @@ class Attention(nnx.Module):
             sliding_window=self.layer.sliding_window,
             softcap=config.attention_softcap,
             sinks=self.sinks[...] if config.attention_sinks else None,
+            backend=self.backend,
         )
         out = self.o(attended)
         return (out + self.o_bias[...] if config.o_bias else out), pages

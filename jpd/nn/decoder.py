@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpd.kernels.backends import AttentionBackend
 from jpd.nn.attention import Attention, Placement
 from jpd.nn.config import DecoderConfig, LayerConfig, RopeConfig
 from jpd.nn.layers import RMSNorm, softcap
@@ -41,12 +42,18 @@ class PagedBatch:
 class Layer(nnx.Module):
     """One block: attention and feed-forward, each with its norms and residual."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, dtype: jnp.dtype) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        dtype: jnp.dtype,
+        backend: AttentionBackend,
+    ) -> None:
         def norm() -> RMSNorm:
             shape, axes = (config.embed_dim,), ("embed",)
             return RMSNorm(shape, dtype, axes, eps=config.norm_eps, offset=config.norm_offset)
 
-        self.attn = _attention(config, layer, dtype)
+        self.attn = _attention(config, layer, dtype, backend)
         if layer.moe is None:
             self.mlp = MLP(
                 config.embed_dim,
@@ -77,20 +84,20 @@ class Layer(nnx.Module):
 
 
 def _attention(
-    config: DecoderConfig, layer: LayerConfig, dtype: jnp.dtype
+    config: DecoderConfig, layer: LayerConfig, dtype: jnp.dtype, backend: AttentionBackend
 ) -> Attention | LatentAttention:
     if config.mla is None:
-        return Attention(config, layer, dtype)
-    return LatentAttention(config, config.mla, layer, dtype)
+        return Attention(config, layer, dtype, backend)
+    return LatentAttention(config, config.mla, layer, dtype, backend)
 
 
 class Decoder(nnx.Module):
     """A decoder-only transformer over a paged KV cache."""
 
-    def __init__(self, config: DecoderConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: DecoderConfig, dtype: jnp.dtype, backend: AttentionBackend) -> None:
         table, int8 = (config.vocab_size, config.embed_dim), config.weights == "int8"
         self.embed = Embedding(*table, dtype, int8=int8)
-        self.layers = nnx.List([Layer(config, layer, dtype) for layer in config.layers])
+        self.layers = nnx.List([Layer(config, layer, dtype, backend) for layer in config.layers])
         self.final_norm = RMSNorm(
             (config.embed_dim,), dtype, ("embed",), eps=config.norm_eps, offset=config.norm_offset
         )

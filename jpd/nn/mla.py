@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpd.kernels.attention import paged_attention, write_pages
+from jpd.kernels.backends import AttentionBackend
 from jpd.nn.attention import Placement
 from jpd.nn.config import DecoderConfig, LayerConfig, MlaConfig
 from jpd.nn.layers import Axes, RMSNorm, param
@@ -21,7 +22,12 @@ class LatentAttention(nnx.Module):
     """Same call as `Attention`; its pages hold [latent | rotary key]."""
 
     def __init__(
-        self, config: DecoderConfig, mla: MlaConfig, layer: LayerConfig, dtype: jnp.dtype
+        self,
+        config: DecoderConfig,
+        mla: MlaConfig,
+        layer: LayerConfig,
+        dtype: jnp.dtype,
+        backend: AttentionBackend,
     ) -> None:
         embed, heads, rank = config.embed_dim, config.num_heads, mla.kv_lora_rank
         int8 = config.weights == "int8"
@@ -51,6 +57,7 @@ class LatentAttention(nnx.Module):
         if config.o_bias:
             self.o_bias = param((embed,), dtype, ("embed",))
         self.config, self.mla, self.layer = config, mla, layer
+        self.backend = backend
 
     def __call__(
         self, x: jax.Array, tables: RopeTables | None, pages: jax.Array, place: Placement
@@ -68,6 +75,7 @@ class LatentAttention(nnx.Module):
             sliding_window=self.layer.sliding_window,
             softcap=self.config.attention_softcap,
             value_columns=(0, self.mla.kv_lora_rank),
+            backend=self.backend,
         )[:, :, 0]
         out = self.o(self.v_up(attended))
         return (out + self.o_bias[...] if self.config.o_bias else out), pages

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpd.kernels.backends import AttentionBackend
 from jpd.nn.config import DecoderConfig
 from jpd.nn.decoder import Decoder
 
@@ -65,9 +66,13 @@ class AbstractParams:
         return sum(spec.num_params for spec in self.specs if not spec.is_scale)
 
 
-def abstract_params(config: DecoderConfig, dtype: Any) -> AbstractParams:
-    """Describe the parameters of `config` stored as `dtype`."""
-    graphdef, state = nnx.split(Decoder(config, jnp.dtype(dtype)))
+def abstract_params(
+    config: DecoderConfig,
+    dtype: Any,
+    backend: AttentionBackend = AttentionBackend(),  # noqa: B008 (frozen)
+) -> AbstractParams:
+    """Describe the parameters of `config` stored as `dtype`, and how attention is computed."""
+    graphdef, state = nnx.split(Decoder(config, jnp.dtype(dtype), backend))
     treedef: Any = jax.tree.structure(state)
     specs = []
     for path, variable in jax.tree.leaves_with_path(

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from jpd.config import DeploymentConfig
 from jpd.engine.buckets import ShapeBuckets
 from jpd.errors import ConfigError, Problem
+from jpd.kernels.backends import AttentionName, resolve
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import abstract_params
+from jpd.planner.attention_plan import attention_problems
 from jpd.planner.worker_plan import WorkerPlan, memory_problems, plan_worker, uneven_problems
 from jpd.transfer.plan import KVLayout, TransferPlan, plan_transfer, wire_bytes_per_token
 
@@ -38,6 +40,7 @@ class DeploymentPlan:
     workers: tuple[WorkerPlan, ...]
     pairs: tuple[PairPlan, ...]
     buckets: ShapeBuckets
+    attention: AttentionName
 
 
 def plan_deployment(
@@ -58,12 +61,20 @@ def plan_deployment(
             plans.append(plan_worker(worker, deployment, config, params.specs, max_model_len))
     if sizes_memory:
         problems += _memory_problems(plans, deployment)
+    problems += attention_problems(config, deployment)
     buckets = _buckets(deployment, max_model_len, problems)
     if problems or buckets is None:
         raise ConfigError(problems)
     pairs = _pair_plans(plans, config, deployment)
     return DeploymentPlan(
-        deployment, config, params.num_params, max_model_len, tuple(plans), pairs, buckets
+        deployment,
+        config,
+        params.num_params,
+        max_model_len,
+        tuple(plans),
+        pairs,
+        buckets,
+        resolve(deployment.engine.attention),
     )
 
 

@@ -13,6 +13,8 @@ from jpd.cache.kv_cache import POOL_AXES, KVSpec
 from jpd.config import CacheConfig, DeploymentConfig, HostConfig, WorkerConfig
 from jpd.engine.buckets import CHUNK_ROWS
 from jpd.errors import Problem
+from jpd.kernels.backends import resolve
+from jpd.kernels.batch_attention import pages_per_block
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import ParamSpec
 from jpd.parallel.mesh import worker_mesh_shape
@@ -111,16 +113,25 @@ def _workspace_bytes(
     shape: Mapping[str, int],
     max_model_len: int,
 ) -> int:
-    """What the largest step needs at a time on a device: one layer, reference attention."""
+    """What the largest step needs at a time on a device: that of one layer."""
     itemsize = jnp.dtype(deployment.engine.dtype).itemsize
     chunk = min(deployment.engine.prefill_chunk, max_model_len)
     heads = -(-config.num_heads // (shape["tensor"] * shape["replica"]))
     kv_numbers = config.num_cached_heads // shape["tensor"] * config.kv_width
 
+    def keys_at_once(rows: int, queries: int) -> int:
+        if rows == 0 or resolve(deployment.engine.attention) != "blocks":
+            return max_model_len
+        cached, page_size = config.num_cached_heads, deployment.cache_of(worker).page_size
+        shape = (rows, queries, cached, config.num_heads // cached, config.head_dim)
+        pool = (1, page_size, cached, config.kv_width)
+        num_pages = -(-max_model_len // page_size)
+        return page_size * pages_per_block(shape, num_pages, pool)
+
     def step(rows: int, queries: int) -> int:
-        num_tokens = rows * queries
-        scores = num_tokens * heads * max_model_len * SCORE_BYTES * NUM_SCORE_COPIES
-        gathered = rows * max_model_len * kv_numbers * itemsize
+        num_tokens, num_keys = rows * queries, keys_at_once(rows, queries)
+        scores = num_tokens * heads * num_keys * SCORE_BYTES * NUM_SCORE_COPIES
+        gathered = rows * num_keys * kv_numbers * itemsize
         activations = num_tokens * (4 * config.embed_dim + 3 * config.mlp_dim) * itemsize
         logits = rows * config.vocab_size * SCORE_BYTES
         return scores + gathered + activations + logits

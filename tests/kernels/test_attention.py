@@ -1,4 +1,4 @@
-"""Both ways of paged attention against a dense one in numpy that knows no pages."""
+"""Every way of paged attention that runs here against a dense one in numpy that knows no pages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,13 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpd.kernels import batch_attention
 from jpd.kernels.attention import paged_attention, write_pages
+from jpd.kernels.batch_attention import attend_rows_at_once
 from jpd.kernels.block_attention import KEYS_PER_BLOCK, QUERIES_PER_BLOCK, attend_in_blocks
 from jpd.kernels.reference_attention import attend_all
 from jpd.kernels.scores import AttentionSettings
 
 PAGE_SIZE, KV_HEADS, GROUP, HEAD = 8, 2, 3, 4
-WAYS: dict[str, Callable[..., jax.Array]] = {"all": attend_all, "blocks": attend_in_blocks}
+WAYS: dict[str, Callable[..., jax.Array]] = {
+    "all": attend_all,
+    "blocks": attend_in_blocks,
+    "rows_at_once": attend_rows_at_once,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long tables are several blocks of 128 keys, as on an accelerator with far longer ones."""
+    monkeypatch.setattr(batch_attention, "NUMBERS_PER_BLOCK", 1)
 
 
 @dataclass(frozen=True)
@@ -164,14 +176,38 @@ def test_storage_may_be_narrower_than_the_arithmetic(way: str) -> None:
     assert got.dtype == np.float32
 
 
-def test_blocks_outside_the_reach_are_not_read() -> None:
+@pytest.mark.parametrize("way", ["blocks", "rows_at_once"])
+def test_blocks_outside_the_reach_are_not_read(way: str) -> None:
     """NaN in pages that no query may see leaves no trace: those blocks are skipped, not masked."""
-    case = CASES["decode_window_over_blocks"]
+    case = Case((600, 555), (1, 1), 1, LONG, window=100)
     inputs = make_inputs(case)
-    clean = run(attend_in_blocks, case, inputs)
+    clean = run(WAYS[way], case, inputs)
     pages = inputs.pages.copy()
-    pages[inputs.page_table[0, : KEYS_PER_BLOCK // PAGE_SIZE]] = np.nan  # 600 sees 501 to 600
-    np.testing.assert_array_equal(run(attend_in_blocks, case, replace(inputs, pages=pages)), clean)
+    pages[inputs.page_table[:, : KEYS_PER_BLOCK // PAGE_SIZE]] = np.nan  # 555 sees 456 to 555
+    got = run(WAYS[way], case, replace(inputs, pages=pages))
+    np.testing.assert_array_equal(got, clean)
+
+
+def test_memory_of_rows_at_once_does_not_follow_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk of 2048 over 16k tokens has 4 GiB of scores; no more than a block of them exists."""
+    monkeypatch.undo()
+    width, kv_heads, group, head, page = 2048, 8, 4, 128, 32
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((1, width, kv_heads, group, head), jnp.bfloat16),
+            ((1024, page, kv_heads, 2 * head), jnp.bfloat16),
+            ((1, 16384 // page), jnp.int32),
+            ((1, width), jnp.int32),
+            ((1,), jnp.int32),
+        )
+    ]
+    settings = AttentionSettings(0.1, None, 0.0, (head, 2 * head))
+    attend = partial(attend_rows_at_once, sinks=None, settings=settings)
+    memory: Any = jax.jit(attend).lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.5 * 2**30
 
 
 def test_write_pages_touches_only_its_places() -> None:
