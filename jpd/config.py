@@ -68,6 +68,7 @@ class CacheConfig:
     retain_seconds: float = 600.0  # how long an unused prefix may stay
     wire_dtype: str = "auto"  # of pages on their way; auto: as stored; int8: quantised
     checksum: bool = False  # compare every piece that arrives with what was sent
+    reserve_tokens: int = 256  # output tokens reserved with the prompt; more pages come as it grows
 
 
 @dataclass(frozen=True, slots=True)

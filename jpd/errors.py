@@ -9,6 +9,7 @@ JpdError
 ├── RequestCancelledError  the client cancelled or went away (gRPC CANCELLED)
 └── WorkerError            a worker could not do its part (HTTP 503, gRPC UNAVAILABLE)
     ├── WorkerLostError    the worker is gone or its engine raised
+    ├── PreemptedError     the attempt's pages were needed by others; it is replayed
     └── TransferError      KV pages did not arrive whole and in time
 """
 
@@ -81,6 +82,10 @@ class WorkerError(JpdError):
 
 class WorkerLostError(WorkerError):
     """The worker is gone, or its engine raised while it held the request."""
+
+
+class PreemptedError(WorkerError):
+    """The worker took the attempt's room back for others. Nobody's fault: it is replayed."""
 
 
 class TransferError(WorkerError):

@@ -61,12 +61,15 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of prefilled requests")
         self.output_tokens = self._counter("output_tokens", "tokens handed to the frontends")
         self.replayed_tokens = self._counter(
-            "replayed_tokens", "tokens prefilled again because a worker was lost"
+            "replayed_tokens", "tokens prefilled again after a preemption or a lost worker"
         )
         self.requests = self._counter("requests", "ended requests", "outcome")
         self.requests_failed = self._counter("requests_failed", "failed requests", "reason")
         self.router_decisions = self._counter("router_decisions", "paths taken", "path")
         self.retries = self._counter("retries", "attempts begun again", "reason")
+        self.preemptions = self._counter(
+            "preemptions", "attempts whose room was taken back for others", "worker"
+        )
         self.unknown_attempts = self._counter(
             "unknown_attempts", "messages about an attempt that is over"
         )

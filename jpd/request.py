@@ -176,7 +176,7 @@ class Timeline:
     kv_bytes: int = 0  # moved between meshes
     num_cached_tokens: int = 0  # prompt tokens not computed, thanks to the prefix cache
     num_retries: int = 0
-    num_replayed_tokens: int = 0  # tokens prefilled again because a worker was lost
+    num_replayed_tokens: int = 0  # prefilled again after a preemption or a lost worker
     prefill_worker: str = ""
     decode_worker: str = ""
     path: list[str] = field(default_factory=list)  # e.g. ["disaggregated", "retry_other_prefill"]

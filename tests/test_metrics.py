@@ -11,7 +11,7 @@ request_queue_seconds request_prefill_seconds kv_transfer_seconds kv_transfer_by
 kv_pages_in_use prefix_cache_hit_tokens_total requests_total requests_failed_total
 compilations_after_ready_total router_decisions_total retries_total requests_waiting
 requests_running unknown_attempts_total prompt_tokens_total output_tokens_total
-replayed_tokens_total
+replayed_tokens_total preemptions_total
 """.split()
 
 

@@ -12,7 +12,7 @@ from jpd.bench.results import Result
 from jpd.cache.prefix_log import PrefixChanges
 from jpd.metrics import Metrics
 from jpd.router.fleet import Fleet
-from jpd.router.policy import Wishes, choose_path, choose_prefill, rank_decoders
+from jpd.router.policy import Row, Wishes, choose_path, choose_prefill, rank_decoders
 from jpd.worker.protocol import (
     Attempt,
     DecodeEvent,
@@ -24,6 +24,7 @@ from jpd.worker.protocol import (
 
 PROMPT_PAGES = 64
 PAGE_SIZE = 32
+ROW = Row(PROMPT_PAGES + 1)
 SLOTS = 64
 POOL_PAGES = 8192
 FLEET_SIZES = (2, 16, 128, 1024)
@@ -112,7 +113,7 @@ def measure(num_workers: int, num_decisions: int) -> list[float]:
         if len(given) > num_workers * NUM_IN_FLIGHT_PER_WORKER:
             prefill, decode = given.pop(0)
             fleet.give_prefill(prefill, PROMPT_PAGES * PAGE_SIZE)
-            fleet.give_row(decode, PROMPT_PAGES + 1)
+            fleet.give_row(decode, ROW)
     return seconds
 
 
@@ -134,9 +135,9 @@ def _decide(fleet: Fleet, number: int) -> tuple[str, str]:
     """One placement; every other request belongs to a session."""
     snapshot = fleet.snapshot()
     sticky = snapshot[number % len(snapshot)].name if number % 2 else None
-    wishes = Wishes(PROMPT_PAGES + 1, sticky_decode=sticky, sticky_prefill=sticky)
+    wishes = Wishes(ROW, ROW.num_pages, sticky_decode=sticky, sticky_prefill=sticky)
     decoder = rank_decoders(snapshot, wishes)[0]
-    fleet.take_row(decoder.name, wishes.num_pages)
+    fleet.take_row(decoder.name, wishes.row)
     num_tokens = PROMPT_PAGES * PAGE_SIZE
     path = choose_path(decoder, num_tokens, 128, None)
     prefill = choose_prefill(fleet.snapshot(), decoder.name, wishes)

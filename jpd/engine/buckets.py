@@ -136,9 +136,9 @@ class ShapeBuckets:
 
     @property
     def num_decode_executables(self) -> int:
-        """At most: steps, insert, remove and the pages that arrive."""
+        """At most: steps, insert, remove, new pages of rows, and the pages that arrive."""
         num_steps = len(SHRINKS) * len(self.context_widths) * len(self.decode_steps)
-        return num_steps + 2 + len(self.page_moves)
+        return num_steps + 3 + len(self.page_moves)
 
     @property
     def max_decode_steps(self) -> int:

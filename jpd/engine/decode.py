@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from jpd.cache.kv_cache import KVCache
+from jpd.cache.page_allocator import BIN_PAGE
 from jpd.engine.buckets import DecodeShape, decode_rows
 from jpd.engine.decode_state import DecodeState, one_row
 from jpd.engine.functions import ModelFunctions
@@ -41,7 +43,7 @@ class DecodeRow:
     """One sequence to decode: its prompt's KV is in the pages, its first token is sampled."""
 
     attempt_id: str
-    page_ids: tuple[int, ...]  # of this worker's pool, enough for prompt + max_tokens
+    page_ids: tuple[int, ...]  # of this worker's pool; more come with `grow`
     first_token_id: int
     token_ids: tuple[int, ...]  # before the first token: the prompt, all in the pages
     sampling: SamplingParams  # max_tokens and seed are set; the first token counts
@@ -74,11 +76,17 @@ class _Running:
     generation: int
     position: int  # of the token that the next step feeds
     last_position: int  # of the last token allowed
+    num_pages: int
+    capacity: int  # tokens that the pages hold
 
     @property
     def num_left(self) -> int:
         """Steps that may still be dispatched; 0: the last token allowed is being computed."""
         return self.last_position - self.position
+
+    def has_pages_for(self, num_steps: int) -> bool:
+        """Whether the KV of so many steps, or of all that are left, has a place."""
+        return self.capacity >= min(self.position + num_steps, self.last_position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +123,7 @@ class DecodeEngine:
         self._by_attempt: dict[str, _Running] = {}
         self._arrived: dict[int, DecodeState] = {}  # slot → row, to insert before the next step
         self._departed: list[int] = []  # slots to stop before the next step
+        self._grown: list[tuple[int, int, int]] = []  # slot, column, page; before the next step
         self._in_flight: deque[_InFlight] = deque()
         self._num_generations = 0
         self._last_finish_time = 0.0
@@ -124,6 +133,11 @@ class DecodeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._by_attempt or self._in_flight)
+
+    @property
+    def max_steps(self) -> int:
+        """The most steps of one call."""
+        return self._buckets.max_decode_steps
 
     @property
     def num_free_slots(self) -> int:
@@ -137,6 +151,7 @@ class DecodeEngine:
         row = self._row_state(DecodeRow("warm-up", (), 0, (), SamplingParams(max_tokens=1)))
         self._state = self._functions.insert(self._state, row, 0)
         self._state = self._functions.deactivate(self._state, 0)
+        self._state = self._functions.add_pages(self._state, [(0, 0, BIN_PAGE)])
         for shape in self._buckets.decode_shapes(self._functions.num_slots):
             self._cache.layers, self._state, _ = self._functions.decode(
                 self._leaves, self._cache.layers, self._state, shape
@@ -162,11 +177,42 @@ class DecodeEngine:
             raise ValueError(f"attempt {row.attempt_id} has had its only token")
         slot = heapq.heappop(self._free_slots)  # the lowest, for few rows to compute
         self._num_generations += 1
-        running = _Running(row, slot, self._num_generations, row.num_tokens, last_position)
+        running = _Running(
+            row=row,
+            slot=slot,
+            generation=self._num_generations,
+            position=row.num_tokens,
+            last_position=last_position,
+            num_pages=len(row.page_ids),
+            capacity=len(row.page_ids) * self._buckets.page_size,
+        )
         self._by_slot[slot] = self._by_attempt[row.attempt_id] = running
         self._arrived[slot] = state
         if row.guide is not None:
             self._guided.add(row.attempt_id, row.guide)
+
+    def short_rows(self, num_steps: int) -> list[str]:
+        """Attempts whose pages do not hold what so many steps write; see `grow`."""
+        return [
+            attempt_id
+            for attempt_id, running in self._by_attempt.items()
+            if not running.has_pages_for(num_steps)
+        ]
+
+    def is_short(self, attempt_id: str, num_steps: int) -> bool:
+        return not self._by_attempt[attempt_id].has_pages_for(num_steps)
+
+    def grow(self, attempt_id: str, page_id: int) -> None:
+        """One page more, at the end of the row's table. No step may find a row without a page."""
+        running = self._by_attempt[attempt_id]
+        arrived = self._arrived.get(running.slot)
+        if arrived is None:
+            self._grown.append((running.slot, running.num_pages, page_id))
+        else:
+            page_table = np.asarray(arrived.page_table)  # on the host still
+            page_table[0, running.num_pages] = page_id
+        running.num_pages += 1
+        running.capacity += self._buckets.page_size
 
     def _row_state(self, row: DecodeRow) -> DecodeState:
         return one_row(
@@ -231,9 +277,11 @@ class DecodeEngine:
         """Tell the device who left and who came. Returns the rows that need another token."""
         for slot in self._departed:
             self._state = self._functions.deactivate(self._state, slot)
-        for slot, row in self._arrived.items():
+        self._state = self._functions.add_pages(self._state, self._grown)
+        for slot, row in self._arrived.items():  # after the pages of who was there before
             self._state = self._functions.insert(self._state, row, slot)
         self._departed.clear()
+        self._grown.clear()
         self._arrived.clear()
         return [
             running
@@ -245,8 +293,9 @@ class DecodeEngine:
         """Several steps when somebody needs them and no stream is held up by them."""
         num_steps = self._buckets.max_decode_steps
         is_needed = max(running.num_left for running in batch) >= num_steps
-        is_short = self._seconds_per_step * num_steps <= MAX_CALL_SECONDS
-        return num_steps if is_needed and is_short else 1
+        is_fast = self._seconds_per_step * num_steps <= MAX_CALL_SECONDS
+        has_pages = all(running.has_pages_for(num_steps) for running in batch)
+        return num_steps if is_needed and is_fast and has_pages else 1
 
     def _build(self, batch: list[_Running], num_steps: int) -> DecodeShape:
         """Rows up to the last slot in use, tables that hold every row's next tokens."""

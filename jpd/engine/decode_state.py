@@ -84,6 +84,14 @@ def insert_row(state: DecodeState, row: DecodeState, slot: jax.Array) -> DecodeS
     return updated
 
 
+def add_pages(
+    state: DecodeState, slots: jax.Array, columns: jax.Array, page_ids: jax.Array
+) -> DecodeState:
+    """Put pages into the tables of slots, all int32 [n]; a slot beyond the last one is padding."""
+    page_table = state.page_table.at[slots, columns].set(page_ids, mode="drop")
+    return dataclasses.replace(state, page_table=page_table)
+
+
 def deactivate(state: DecodeState, slot: jax.Array) -> DecodeState:
     """End a slot's sequence: from now on it writes to the bin page only."""
     return dataclasses.replace(state, active=state.active.at[slot].set(False))

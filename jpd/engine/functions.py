@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
 from jpd.engine.buckets import ChunkShape, DecodeShape, ShapeBuckets, decode_rows
-from jpd.engine.decode_state import DecodeState, deactivate, empty_state, insert_row
+from jpd.engine.decode_state import DecodeState, add_pages, deactivate, empty_state, insert_row
 from jpd.engine.logprobs import LogprobArrays
 from jpd.engine.page_moves import PageMoves
 from jpd.engine.prefill_chunk import ChunkPrompt, PrefillChunk, make_chunk, prompt_rows
@@ -74,6 +74,7 @@ class ModelFunctions:
         in_place: dict[str, Any] = {"out_shardings": self._replicated, "donate_argnums": 0}
         self._insert = jax.jit(insert_row, **in_place)
         self._deactivate = jax.jit(deactivate, **in_place)
+        self._add_pages = jax.jit(add_pages, **in_place)
 
     def _jit_chunk(self, step: Any, num_inputs: int, num_results: int) -> jax.stages.Wrapped:
         return jax.jit(
@@ -155,6 +156,15 @@ class ModelFunctions:
         """Stop a slot. Donates `state`."""
         updated: DecodeState = self._deactivate(state, np.int32(slot))
         return updated
+
+    def add_pages(self, state: DecodeState, pages: Sequence[tuple[int, int, int]]) -> DecodeState:
+        """Put pages (slot, column, page id) into page tables. Donates `state`."""
+        for start in range(0, len(pages), self.num_slots):
+            part = pages[start : start + self.num_slots]
+            columns = np.full((3, self.num_slots), self.num_slots, np.int32)
+            columns[:, : len(part)] = np.transpose(part)
+            state = self._add_pages(state, *columns)
+        return state
 
     def new_state(self) -> DecodeState:
         """Idle slots, on the devices."""

@@ -7,7 +7,7 @@ explorer.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import jax
@@ -168,6 +168,8 @@ class _Row:
 class PaperDecode:
     """One token of every row a step."""
 
+    max_steps = 1
+
     def __init__(self, pool: PaperPool, num_slots: int) -> None:
         self._pool, self._num_slots = pool, num_slots
         self._rows: dict[str, _Row] = {}
@@ -185,6 +187,21 @@ class PaperDecode:
     def remove(self, attempt_id: str) -> None:
         self._rows.pop(attempt_id, None)
         self._finished = [done for done in self._finished if done.attempt_id != attempt_id]
+
+    def short_rows(self, num_steps: int) -> list[str]:
+        return [attempt_id for attempt_id in self._rows if self.is_short(attempt_id, num_steps)]
+
+    def is_short(self, attempt_id: str, num_steps: int) -> bool:
+        running = self._rows[attempt_id]
+        max_tokens = running.row.sampling.max_tokens
+        assert max_tokens is not None
+        num_written = min(len(running.tokens) - 1 + num_steps, max_tokens - 1)
+        capacity = len(running.row.page_ids) * self._pool.page_size
+        return capacity < running.row.num_tokens + num_written
+
+    def grow(self, attempt_id: str, page_id: int) -> None:
+        running = self._rows[attempt_id]
+        running.row = replace(running.row, page_ids=(*running.row.page_ids, page_id))
 
     def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
         (copied,) = arrays

@@ -41,6 +41,7 @@ class WorkerSizes:
     max_model_len: int
     transfer_timeout_seconds: float
     retain_seconds: float
+    reserve_tokens: int
 
 
 class PaperWorker:
@@ -115,6 +116,7 @@ class PaperWorker:
             pool,
             num_slots=self._sizes.num_slots,
             max_model_len=self._sizes.max_model_len,
+            reserve_tokens=self._sizes.reserve_tokens,
             transfer_timeout_seconds=self._sizes.transfer_timeout_seconds,
             clock=self._clock,
         )
@@ -226,4 +228,5 @@ def draw_sizes(draw: random.Random, page_size: int) -> WorkerSizes:
         max_model_len=16,
         transfer_timeout_seconds=2.0,
         retain_seconds=draw.choice((0.5, 100.0)),
+        reserve_tokens=draw.choice((1, 2, 100)),
     )

@@ -89,6 +89,7 @@ class World:
             metrics,
             max_model_len=sizes.max_model_len,
             page_size=sizes.page_size,
+            reserve_tokens=sizes.reserve_tokens,
             vocab_size=VOCAB_SIZE,
             clock=self.clock,
             poll_seconds=POLL_SECONDS,

@@ -53,6 +53,7 @@ class Backend:
             metrics,
             max_model_len=model.max_model_len,
             page_size=deployment.cache.page_size,
+            reserve_tokens=deployment.cache.reserve_tokens,
             vocab_size=model.vocab_size,
             short_context=model.short_context,
         )

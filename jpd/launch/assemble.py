@@ -193,6 +193,7 @@ def _make_parts(assembly: Assembly, site: Site, engines: _Engines, pool: PagePoo
             pool,
             num_slots=site.config.slots,
             max_model_len=assembly.max_model_len,
+            reserve_tokens=assembly.deployment.cache.reserve_tokens,
             transfer_timeout_seconds=assembly.deployment.router.transfer_timeout_seconds,
             grammars=assembly.grammars,
         )

@@ -6,16 +6,18 @@ decided.
     prefill lost     another prefill worker, once; else the decode worker if short; else fail
     transfer failed  once more; else recompute on the decode worker if short; else fail
     decode lost      replay prompt and sent tokens elsewhere; else fail
+    preempted        replay when there is room; nobody is blamed, only the deadline bounds it
 """
 
 import enum
 from dataclasses import dataclass
 
 from jpd.config import FailureConfig
-from jpd.errors import TransferError, WorkerError
+from jpd.errors import PreemptedError, TransferError, WorkerError
 
 MAX_RETRIES_OF_A_KIND = 1
-"""For lost prefills and failed transfers. Replays end by themselves: each excludes a worker."""
+"""For lost prefills and failed transfers. Replays of lost decodes end by themselves: each excludes
+a worker."""
 
 
 class Fault(enum.Enum):
@@ -24,6 +26,7 @@ class Fault(enum.Enum):
     PREFILL_LOST = "prefill_lost"
     TRANSFER_FAILED = "transfer_failed"
     DECODE_LOST = "decode_lost"
+    PREEMPTED = "preempted"  # its room was needed for others
 
 
 class Action(enum.Enum):
@@ -64,6 +67,8 @@ def decide(config: FailureConfig, fault: Fault, facts: FaultFacts) -> Action:
             return _transfer_failed(config, facts)
         case Fault.DECODE_LOST:
             return _decode_lost(config, facts)
+        case Fault.PREEMPTED:
+            return Action.REPLAY
 
 
 def _prefill_lost(config: FailureConfig, facts: FaultFacts) -> Action:
@@ -92,6 +97,8 @@ def _decode_lost(config: FailureConfig, facts: FaultFacts) -> Action:
 
 def classify(error: WorkerError, called: str, decode_worker: str) -> Fault:
     """Which fault an error of a call is. A worker that does both parts is the decode worker."""
+    if isinstance(error, PreemptedError):
+        return Fault.PREEMPTED
     if isinstance(error, TransferError):
         return Fault.TRANSFER_FAILED
     if decode_worker in (called, error.worker):

@@ -6,12 +6,13 @@ never lag behind a status report. Knows no requests. Written by `jpd.router.hold
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jpd.metrics import Metrics
 from jpd.router.guard import Watch
-from jpd.router.policy import WorkerView
+from jpd.router.policy import Row, WorkerView
 from jpd.router.prefix_index import MAX_INDEX_PAGES, PrefixIndex
 from jpd.worker.protocol import Role, WorkerClient, WorkerStatus
 
@@ -35,6 +36,8 @@ class WorkerEntry:
     stuck_since: float | None = None  # until it makes progress again
     num_rows: int = 0
     num_reserved_pages: int = 0
+    num_growing_rows: int = 0
+    priorities: Counter[int] = field(default_factory=Counter)  # of the rows
     num_prefills: int = 0
     num_prefill_tokens: int = 0
     last_chosen: int = 0
@@ -65,6 +68,8 @@ class WorkerEntry:
             num_pages=status.num_pages if status is not None else 0,
             num_rows=self.num_rows,
             num_reserved_pages=self.num_reserved_pages,
+            num_growing_rows=self.num_growing_rows,
+            lowest_priority=min(self.priorities, default=None),
             num_prefills=self.num_prefills,
             num_prefill_tokens=self.num_prefill_tokens,
             last_chosen=self.last_chosen,
@@ -140,17 +145,23 @@ class Fleet:
 
     # Work given and returned.
 
-    def take_row(self, worker: str, num_pages: int) -> None:
+    def take_row(self, worker: str, row: Row) -> None:
         entry = self._touch(worker, chosen=True)
         entry.num_rows += 1
-        entry.num_reserved_pages += num_pages
+        entry.num_reserved_pages += row.num_pages
+        entry.num_growing_rows += row.grows
+        entry.priorities[row.priority] += 1
         self._metrics.requests_running.labels(worker, "decode").set(entry.num_rows)
 
-    def give_row(self, worker: str, num_pages: int, *, was_held: bool = True) -> None:
+    def give_row(self, worker: str, row: Row, *, was_held: bool = True) -> None:
         """Return a row. One that was refused frees no room: nobody is woken to try again."""
         entry = self._touch(worker)
         entry.num_rows -= 1
-        entry.num_reserved_pages -= num_pages
+        entry.num_reserved_pages -= row.num_pages
+        entry.num_growing_rows -= row.grows
+        entry.priorities[row.priority] -= 1
+        if not entry.priorities[row.priority]:
+            del entry.priorities[row.priority]
         self._metrics.requests_running.labels(worker, "decode").set(entry.num_rows)
         if was_held:
             self._on_change()

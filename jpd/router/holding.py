@@ -14,6 +14,7 @@ from jpd.errors import DeadlineError, JpdError, TransferError, WorkerError, Work
 from jpd.router.failure import AttemptFailedError, classify
 from jpd.router.guard import Guard
 from jpd.router.parts import RouterParts
+from jpd.router.policy import Row
 from jpd.worker.protocol import Attempt, DecodeEvent, PrefillResult, Reservation
 
 _log = logging.getLogger(__name__)
@@ -22,9 +23,9 @@ _log = logging.getLogger(__name__)
 class Holding:
     """Rows, pages and calls of one attempt."""
 
-    def __init__(self, parts: RouterParts, attempt: Attempt, num_pages: int) -> None:
+    def __init__(self, parts: RouterParts, attempt: Attempt, row: Row) -> None:
         self._parts, self._fleet = parts, parts.fleet
-        self.attempt, self.num_pages = attempt, num_pages
+        self.attempt, self.row = attempt, row
         self.decode_worker = ""  # holds a row and pages there
         self.prefill_worker = ""  # may hold pages there
         self.num_prefill_tokens = 0  # counted against the prefill worker while it computes
@@ -35,7 +36,7 @@ class Holding:
 
         Raises WorkerError, RequestError.
         """
-        self._fleet.take_row(worker, self.num_pages)
+        self._fleet.take_row(worker, self.row)
         self.decode_worker = worker
         try:
             with _worker_errors(worker):
@@ -150,7 +151,7 @@ class Holding:
 
     def _give_row(self, was_held: bool = True) -> None:
         if self.decode_worker:
-            self._fleet.give_row(self.decode_worker, self.num_pages, was_held=was_held)
+            self._fleet.give_row(self.decode_worker, self.row, was_held=was_held)
             self.decode_worker = ""
 
     def _give_prefill(self) -> None:

@@ -22,7 +22,13 @@ from jpd.router.holding import Holding
 from jpd.router.parts import RouterParts
 from jpd.router.record import RequestRecord
 from jpd.router.stream import Mailbox
-from jpd.worker.protocol import Attempt, DecodeEvent, PrefillResult, Reservation
+from jpd.worker.protocol import (
+    Attempt,
+    DecodeEvent,
+    PrefillResult,
+    Reservation,
+    reserved_tokens,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +123,7 @@ class Journey:
         wishes = self._wishes()
         self._check_somebody_decodes(wishes)
         for view in policy.rank_decoders(self._fleet.snapshot(), wishes):
-            self.holding = holding = Holding(self._parts, attempt, wishes.num_pages)
+            self.holding = holding = Holding(self._parts, attempt, wishes.row)
             try:
                 reservation = await holding.reserve(view.name)
             except WorkerError as error:
@@ -220,7 +226,11 @@ class Journey:
         """Back to WAITING by the failure table, or raise the error when the table says fail."""
         record, fault = self.record, failed.fault
         record.num_faults[fault] += 1
-        self._blame(fault)
+        if fault is Fault.PREEMPTED:
+            self._metrics.preemptions.labels(self._decode_worker).inc()
+            record.note(fault.value)
+        else:
+            self._blame(fault)
         action = decide(self._parts.config.failure, fault, self._facts(fault))
         _log.warning(
             "%s.%d: %s: %s: %s",
@@ -233,8 +243,9 @@ class Journey:
         if action is Action.FAIL:
             self._fatal_fault = fault
             raise failed.error
-        self._metrics.retries.labels(fault.value).inc()
-        self._timeline.num_retries += 1
+        if fault is not Fault.PREEMPTED:
+            self._metrics.retries.labels(fault.value).inc()
+            self._timeline.num_retries += 1
         record.note(action.value)
         record.must_be_local = action in (Action.LOCAL_PREFILL, Action.RECOMPUTE_ON_DECODE)
         record.advance(RequestState.WAITING, self._clock())
@@ -274,14 +285,23 @@ class Journey:
     def _wishes(self) -> policy.Wishes:
         resolved = self.record.resolved
         num_tokens = resolved.request.num_prompt_tokens + resolved.max_tokens
+        num_done = num_tokens - self.record.num_tokens_left
+        num_first = reserved_tokens(
+            num_done, self.record.num_tokens_left, self._parts.reserve_tokens
+        )
+        row = policy.Row(self._num_pages(num_first), num_first < num_tokens, resolved.priority)
         binding = self._parts.sessions.find(resolved.request.session_id)
         return policy.Wishes(
-            num_pages=-(-num_tokens // self._parts.page_size),
+            row=row,
+            num_sequence_pages=self._num_pages(num_tokens),
             sticky_decode=binding.decode_worker if binding is not None else None,
             sticky_prefill=binding.prefill_worker if binding is not None else None,
             lost=self.record.lost_workers,
             avoided=self.record.avoided_workers,
         )
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._parts.page_size)
 
     def _note_lost(self, worker: str, reason: str) -> None:
         self.record.lost_workers.add(worker)

@@ -17,6 +17,7 @@ class RouterParts:
 
     config: RouterConfig
     page_size: int
+    reserve_tokens: int  # output tokens that workers reserve with a prompt
     fleet: Fleet
     waiting_room: WaitingRoom
     sessions: SessionTable

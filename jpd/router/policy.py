@@ -35,6 +35,8 @@ class WorkerView:
     num_reserved_pages: int = 0
     num_prefills: int = 0
     num_prefill_tokens: int = 0  # of prompts that were not answered yet
+    num_growing_rows: int = 0  # that may need more pages than were reserved
+    lowest_priority: int | None = None  # of the rows; None: there is none
     last_chosen: int = 0  # order of the last assignment: ties go round
 
     @property
@@ -43,10 +45,20 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """What one attempt takes of a decode worker before it begins."""
+
+    num_pages: int
+    grows: bool = False  # it may need more than these
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Wishes:
     """What one request wants of the fleet."""
 
-    num_pages: int  # for prompt and output together
+    row: Row
+    num_sequence_pages: int  # for prompt and output together
     sticky_decode: str | None = None  # where the session's KV lives
     sticky_prefill: str | None = None
     lost: Collection[str] = ()  # never again for this request
@@ -66,21 +78,34 @@ def prefill_load(view: WorkerView) -> float:
 
 def capable_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
     """Workers that could hold the whole sequence when empty, busy or not."""
-    views = [view for view in fleet if view.decodes and view.num_pages >= wishes.num_pages]
+    num_pages = wishes.num_sequence_pages
+    views = [view for view in fleet if view.decodes and view.num_pages >= num_pages]
     return _usable(views, wishes)
 
 
 def rank_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
-    """Where to ask for a reservation, best first. Empty: every row is taken, or nobody can."""
-    free = [view for view in capable_decoders(fleet, wishes) if view.num_rows < view.num_slots]
-    return _rank(free, decode_load, wishes.sticky_decode, DECODE_SLACK)
+    """Where to ask for a reservation, best first. Empty: every row is taken, or nobody can.
+
+    Last those without a free row where one of a lower priority would be preempted.
+    """
+    able = capable_decoders(fleet, wishes)
+    free = [view for view in able if view.num_rows < view.num_slots]
+    ranked = _rank(free, decode_load, wishes.sticky_decode, DECODE_SLACK)
+    return ranked + [view for view in able if view not in free and _yields(view, wishes)]
+
+
+def _yields(view: WorkerView, wishes: Wishes) -> bool:
+    return view.lowest_priority is not None and view.lowest_priority < wishes.row.priority
 
 
 def has_room(fleet: Fleet, wishes: Wishes) -> bool:
-    """Whether by the router's own count somebody has a row and all the pages free."""
+    """Whether by the router's own count somebody has a row and the first pages free.
+
+    As on the workers, one page is left for each row that may still grow.
+    """
     return any(
         view.num_rows < view.num_slots
-        and view.num_pages - view.num_reserved_pages >= wishes.num_pages
+        and view.num_pages - view.num_reserved_pages - view.num_growing_rows >= wishes.row.num_pages
         for view in capable_decoders(fleet, wishes)
     )
 

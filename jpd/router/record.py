@@ -121,6 +121,7 @@ class RequestRecord:
             priority=self.resolved.priority,
             deadline=self.request.deadline,
             num_output_tokens=num_sent,
+            sequence=self.sequence,
             cache_salt=self.request.cache_salt,
         )
 

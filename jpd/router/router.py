@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from jpd.config import RouterConfig, SloConfig
 from jpd.errors import RequestError, WorkerError
 from jpd.metrics import Metrics
-from jpd.request import Request
+from jpd.request import MAX_TOKENS, Request
 from jpd.router.admission import WaitingRoom
 from jpd.router.fleet import Fleet
 from jpd.router.health import POLL_SECONDS, STUCK_SECONDS, Health, HealthMonitor, judge
@@ -48,6 +48,7 @@ class Router:
         *,
         max_model_len: int,
         page_size: int,
+        reserve_tokens: int = MAX_TOKENS,
         vocab_size: int | None = None,
         short_context: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -59,6 +60,7 @@ class Router:
         self._parts = RouterParts(
             config=config,
             page_size=page_size,
+            reserve_tokens=reserve_tokens,
             fleet=fleet,
             waiting_room=waiting_room,
             sessions=SessionTable(config.session_ttl_seconds, clock),
@@ -174,7 +176,7 @@ class Router:
             )
             recounted = (
                 len(rows),
-                sum(held.num_pages for held in rows),
+                sum(held.row.num_pages for held in rows),
                 len(prefills),
                 sum(held.num_prefill_tokens for held in prefills),
             )

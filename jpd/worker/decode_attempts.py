@@ -1,24 +1,31 @@
 """Attempts that a worker decodes: from the reservation of their room to their last token.
 
-1. `reserve`: pages for prompt + max_tokens and a slot, before anything is computed. 2. `receive`:
-KV pieces, written into those pages if the attempt is still held and still lacks them. 3. `start`:
-the first token is known. With the last page *and* this the attempt joins the decode batch. 4.
-`step`: tokens, until the end; then the pages stay known as a prefix. Twin of prefill_attempts.py.
-Knows no router and no transport. Owned by the worker's thread.
+1. `reserve`: a slot and pages for the first tokens, before anything is computed. 2. `receive`: KV
+pieces, written into those pages if the attempt is still held and still lacks them. 3. `start`: the
+first token is known. With the last page *and* this the attempt joins the decode batch. 4. `step`:
+pages as they are needed, tokens, until the end; then the pages stay known as a prefix.
+Twin of prefill_attempts.py. Knows no router and no transport. Owned by the worker's thread.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jpd.engine.decode import DecodeDone, DecodeEngine, DecodeRow
-from jpd.errors import DeadlineError, JpdError, RequestError, TransferError, WorkerError
+from jpd.errors import (
+    DeadlineError,
+    JpdError,
+    PreemptedError,
+    TransferError,
+    WorkerError,
+)
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.transfer.protocol import ArrivedPiece
 from jpd.worker.guided import open_guide
 from jpd.worker.page_pool import HeldPages, PagePool
 from jpd.worker.protocol import Attempt, DecodeEvent, Reservation
+from jpd.worker.room import RoomRules, by_seniority, junior
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +68,21 @@ class DecodeAttempts:
         *,
         num_slots: int,
         max_model_len: int,
+        reserve_tokens: int,
         transfer_timeout_seconds: float,
         clock: Callable[[], float] = time.monotonic,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self._worker, self._engine, self._pool = worker, engine, pool
         self.num_slots = num_slots
-        self._max_model_len = max_model_len
+        self._rules = RoomRules(
+            worker, pool.page_size, pool.num_pages, max_model_len, reserve_tokens
+        )
         self._transfer_timeout_seconds = transfer_timeout_seconds
         self._clock = clock
         self._grammars = grammars
         self._held: dict[str, DecodeAttempt] = {}
+        self._lost: dict[str, WorkerError] = {}  # attempts whose room was taken back
 
     @property
     def num_slots_used(self) -> int:
@@ -98,39 +109,59 @@ class DecodeAttempts:
         return held if held is not None and held.failure is None else None
 
     def reserve(self, attempt: Attempt) -> Reservation | None:
-        """Hold a slot and pages for the whole sequence. None: no room now."""
+        """Hold a slot and the first pages. None: no room now, not even by preempting others."""
         if attempt.attempt_id in self._held:
             raise WorkerError(self._worker, f"attempt {attempt.attempt_id} is reserved already")
-        num_tokens = self._check_size(attempt)
-        if self.num_slots_used >= self.num_slots:
-            return None
-        pages = self._pool.take(
-            attempt.token_ids, num_tokens, attempt.cache_salt, use_prefix=attempt.may_use_prefix
-        )
-        if pages is None:
-            return None
+        self._rules.check(attempt)
+        while (pages := self._take_room(attempt)) is None:
+            victim = self._junior(below=attempt.priority)
+            if victim is None or not self._could_have_room(attempt):
+                return None
+            self._preempt(victim, f"attempt {attempt.attempt_id} of a higher priority")
         first = pages.num_cached_tokens // self._pool.page_size
         missing = set(range(first, self._pool.num_pages_for(len(attempt.token_ids))))
         self._held[attempt.attempt_id] = DecodeAttempt(attempt, pages, missing)
         return Reservation(attempt.attempt_id, self._worker, pages.num_cached_tokens)
 
-    def _check_size(self, attempt: Attempt) -> int:
-        """Tokens of the whole sequence. Raises RequestError when it can never fit here."""
-        max_tokens = attempt.sampling.max_tokens
-        assert max_tokens is not None, "the router resolves max_tokens"
-        num_prompt_tokens = len(attempt.token_ids)
-        num_tokens = num_prompt_tokens + max_tokens
-        if num_tokens > self._max_model_len:
-            rule = f"{num_prompt_tokens} prompt tokens + this exceed {self._max_model_len} tokens"
-            raise RequestError("max_tokens", max_tokens, rule)
-        num_pages = self._pool.num_pages_for(num_tokens)
-        if num_pages > self._pool.num_pages:
-            rule = (
-                f"with {num_prompt_tokens} prompt tokens needs {num_pages} KV pages of "
-                f"{self._pool.page_size}, worker {self._worker} has {self._pool.num_pages}"
-            )
-            raise RequestError("max_tokens", max_tokens, rule)
-        return num_tokens
+    def _take_room(self, attempt: Attempt) -> HeldPages | None:
+        if self.num_slots_used >= self.num_slots:
+            return None
+        num_growing = sum(
+            len(held.pages.page_ids) < self._rules.whole_pages(held.attempt)
+            for held in self._live()
+        )
+        return self._pool.take(
+            attempt.token_ids,
+            self._rules.first_tokens(attempt),
+            attempt.cache_salt,
+            use_prefix=attempt.may_use_prefix,
+            num_spare=num_growing,
+        )
+
+    def _could_have_room(self, attempt: Attempt) -> bool:
+        """Whether the pages suffice when all of a lower priority are preempted."""
+        lower = (h for h in self._live() if h.attempt.priority < attempt.priority)
+        num_pages = self._pool.num_available + sum(len(held.pages.page_ids) for held in lower)
+        return num_pages >= self._pool.num_pages_for(self._rules.first_tokens(attempt))
+
+    def _junior(self, *, below: int | None = None) -> DecodeAttempt | None:
+        found = junior((held.attempt for held in self._live()), below=below)
+        return None if found is None else self._held[found.attempt_id]
+
+    def _preempt(self, held: DecodeAttempt, whom: str) -> None:
+        """Take back an attempt's room; its full pages stay known as a prefix for the replay."""
+        attempt_id = held.attempt.attempt_id
+        if held.is_decoding:
+            self._engine.remove(attempt_id)
+            self._keep_written(held)
+        error = PreemptedError(self._worker, f"the room of {attempt_id} was needed for {whom}")
+        self._fail(held, error)
+        self._lost[attempt_id] = error
+
+    def take_lost(self) -> dict[str, WorkerError]:
+        """Attempts that lost their room since the last call: nothing may be written there now."""
+        lost, self._lost = self._lost, {}
+        return lost
 
     def can_start(self, attempt_id: str) -> bool:
         """Whether the attempt is reserved and not started yet."""
@@ -214,9 +245,33 @@ class DecodeAttempts:
         """
         if not self._engine.has_work:
             return
+        self._grow()
         nobody_waits = nobody_waits and all(held.is_decoding for held in self._live())
         for done in self._engine.step(nobody_waits=nobody_waits):
             self._commit(done)
+
+    def _grow(self) -> None:
+        """Give rows the pages of the next call: for one step at any price, for several if free."""
+        for num_steps, may_preempt in ((1, True), (self._engine.max_steps, False)):
+            short = (self._held[attempt_id] for attempt_id in self._engine.short_rows(num_steps))
+            for held in sorted(short, key=lambda held: by_seniority(held.attempt)):
+                attempt_id = held.attempt.attempt_id
+                while held.failure is None and self._engine.is_short(attempt_id, num_steps):
+                    if not self._add_page(held, may_preempt):
+                        return
+
+    def _add_page(self, held: DecodeAttempt, may_preempt: bool) -> bool:
+        """One page more, or the attempt itself is preempted. False: there is none."""
+        page = self._pool.take_page()
+        while page is None and may_preempt and held.failure is None:
+            victim = self._junior()
+            assert victim is not None, "who asks is there"
+            self._preempt(victim, f"page {len(held.pages.page_ids)} of {held.attempt.attempt_id}")
+            page = self._pool.take_page() if victim is not held else None
+        if page is not None:
+            held.pages = replace(held.pages, page_ids=(*held.pages.page_ids, page))
+            self._engine.grow(held.attempt.attempt_id, page)
+        return page is not None or held.failure is not None
 
     def _commit(self, done: DecodeDone) -> None:
         held = self.get(done.attempt_id)
@@ -250,8 +305,8 @@ class DecodeAttempts:
         sequence = (*held.attempt.token_ids, *held.token_ids[:-1])
         self._pool.keep(sequence, held.pages.page_ids, held.attempt.cache_salt)
 
-    def expire(self, now: float) -> list[str]:
-        """Fail what is past its own or its transfer's deadline; returns who lost their room."""
+    def expire(self, now: float) -> None:
+        """Fail what is past its own or its transfer's deadline."""
         late = [held for held in self._held.values() if held.deadline <= now]
         for held in late:
             attempt_id = held.attempt.attempt_id
@@ -264,7 +319,8 @@ class DecodeAttempts:
                     f"{self._transfer_timeout_seconds:g} s"
                 )
                 self._fail(held, TransferError(self._worker, reason))
-        return [held.attempt.attempt_id for held in late]
+            reason = f"attempt {attempt_id} lost its reservation"
+            self._lost[attempt_id] = WorkerError(self._worker, reason)
 
     def fail_all(self, error: JpdError) -> None:
         """End every attempt with this error. The engine and the pool are lost with the worker."""

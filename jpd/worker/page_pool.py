@@ -58,6 +58,11 @@ class PagePool:
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    @property
+    def num_available(self) -> int:
+        """Pages that can be taken now."""
+        return self._allocator.num_free + self._allocator.num_idle
+
     def take(
         self,
         token_ids: Sequence[int],
@@ -65,17 +70,25 @@ class PagePool:
         salt: str | None = None,
         *,
         use_prefix: bool = True,
+        num_spare: int = 0,
     ) -> HeldPages | None:
         """Pages for num_tokens tokens beginning with token_ids. None: no room, nothing held.
 
-        Prefixes are shared only among sequences of the same salt.
+        Prefixes are shared only among sequences of the same salt. num_spare pages must be left.
         """
         cached = self._prefix_cache.match(token_ids, salt) if use_prefix else ()
-        fresh = self._prefix_cache.alloc(self.num_pages_for(num_tokens) - len(cached))
+        num_fresh = self.num_pages_for(num_tokens) - len(cached)
+        has_room = num_fresh + num_spare <= self.num_available
+        fresh = self._prefix_cache.alloc(num_fresh) if has_room else None
         if fresh is None:
             self._allocator.free(cached)
             return None
         return HeldPages(cached + fresh, len(cached) * self.page_size)
+
+    def take_page(self) -> int | None:
+        """One page more for a sequence that grows. None: there is none."""
+        pages = self._prefix_cache.alloc(1)
+        return None if pages is None else pages[0]
 
     def keep(
         self, token_ids: Sequence[int], page_ids: Sequence[int], salt: str | None = None

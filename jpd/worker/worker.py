@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import get_args
@@ -171,6 +171,7 @@ class Worker:
         if self._parts.decode is not None:
             prefill = self._parts.prefill
             self._parts.decode.step(nobody_waits=prefill is None or not prefill.has_work)
+            self._abandon_prefills(self._parts.decode.take_lost())
         if self._parts.prefill is not None:
             self._parts.prefill.step()
         self._publish()
@@ -200,16 +201,15 @@ class Worker:
         if self._parts.prefill is not None:
             self._parts.prefill.expire(now)
         if self._parts.decode is not None:
-            for attempt_id in self._parts.decode.expire(now):
-                self._abandon_prefill(attempt_id)
+            self._parts.decode.expire(now)
         if self._parts.pool.next_expiry <= now:
             self._parts.pool.expire()
 
-    def _abandon_prefill(self, attempt_id: str) -> None:
+    def _abandon_prefills(self, lost: Mapping[str, WorkerError]) -> None:
         """A local prefill must not outlive its reservation: the pages are somebody else's then."""
         if self._parts.prefill is not None:
-            error = WorkerError(self.name, f"attempt {attempt_id} lost its reservation")
-            self._parts.prefill.fail(attempt_id, error)
+            for attempt_id, error in lost.items():
+                self._parts.prefill.fail(attempt_id, error)
 
     def _publish(self) -> None:
         """Tell what this turn did: answers of a finished drain, freed room, the status."""

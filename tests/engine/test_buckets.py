@@ -17,7 +17,7 @@ def test_defaults_for_a_long_context() -> None:
     assert buckets.max_pages == 1024
     assert buckets.prefill_layouts == ((1, 32), (1, 128), (4, 32), (4, 128))
     assert buckets.num_prefill_executables == 12 + 5
-    assert buckets.num_decode_executables == 2 * 9 + 2 + 5
+    assert buckets.num_decode_executables == 2 * 9 + 3 + 5
     assert buckets.decode_shapes(8)[:4] == ((1, 64, 1), (1, 64, 4), (1, 256, 1), (1, 256, 4))
     assert len(buckets.decode_shapes(8)) == 2 * 9
 
@@ -60,7 +60,7 @@ def test_rows_of_a_decode_step() -> None:
 def test_single_steps_only() -> None:
     buckets = ShapeBuckets.from_config(EngineConfig(max_steps_per_call=1), CACHE, 32768)
     assert {shape.num_steps for shape in buckets.decode_shapes(8)} == {1}
-    assert buckets.num_decode_executables == 9 + 2 + 5
+    assert buckets.num_decode_executables == 9 + 3 + 5
 
 
 def test_every_problem_is_told_at_once() -> None:

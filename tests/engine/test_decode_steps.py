@@ -26,7 +26,7 @@ def engine_of(on: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodeEngine, l
     engine._seconds_per_step = 1e-4
 
     def spied(*inputs: Any) -> Any:
-        shapes.append(inputs[-1])
+        shapes.append(inputs[3])
         return decode(*inputs)
 
     monkeypatch.setattr(on.functions, "decode", spied)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jpd.config import FailureConfig
-from jpd.errors import TransferError, WorkerLostError
+from jpd.errors import PreemptedError, TransferError, WorkerLostError
 from jpd.router.failure import Action, Fault, FaultFacts, classify, decide
 
 DEFAULT = FailureConfig()
@@ -27,13 +27,14 @@ FACTS = FaultFacts(num_faults=1, is_short=True, other_prefill=True, other_decode
         (Fault.DECODE_LOST, {}, Action.REPLAY),
         (Fault.DECODE_LOST, {"num_faults": 7}, Action.REPLAY),
         (Fault.DECODE_LOST, {"other_decode": False}, Action.FAIL),
+        (Fault.PREEMPTED, {"num_faults": 99, "other_decode": False}, Action.REPLAY),
     ],
 )
 def test_the_table(fault: Fault, change: dict, action: Action) -> None:
     assert decide(DEFAULT, fault, replace(FACTS, **change)) is action
 
 
-@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize("fault", set(Fault) - {Fault.PREEMPTED})
 def test_every_row_can_be_switched_to_fail(fault: Fault) -> None:
     strict = FailureConfig(prefill_lost="fail", transfer_failed="fail", decode_lost="fail")
     assert decide(strict, fault, FACTS) is Action.FAIL
@@ -45,3 +46,5 @@ def test_an_error_is_told_by_its_kind_and_by_who_was_called() -> None:
     assert classify(WorkerLostError("p", "gone"), "p", "d") is Fault.PREFILL_LOST
     assert classify(WorkerLostError("d", "gone"), "p", "d") is Fault.DECODE_LOST
     assert classify(WorkerLostError("d", "gone"), "d", "d") is Fault.DECODE_LOST
+    assert classify(PreemptedError("d", "no pages"), "d", "d") is Fault.PREEMPTED
+    assert classify(PreemptedError("d", "no pages"), "p", "d") is Fault.PREEMPTED

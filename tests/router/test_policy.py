@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from jpd.router import policy
-from jpd.router.policy import Wishes, WorkerView
+from jpd.router.policy import Row, Wishes, WorkerView
 
-WISHES = Wishes(num_pages=4)
+WISHES = Wishes(Row(num_pages=4), num_sequence_pages=4)
 
 
 def view(name: str, role: str = "decode", **fields: object) -> WorkerView:
@@ -38,6 +38,25 @@ def test_decoders_are_ranked_by_load_then_by_turn() -> None:
         view("p", "prefill"),
     ]
     assert names(policy.rank_decoders(fleet, WISHES)) == ["idle-early", "idle-late", "busy"]
+
+
+def test_b08_a_full_worker_is_asked_last_and_only_for_a_higher_priority() -> None:
+    fleet = [
+        view("low", num_rows=8, lowest_priority=0),
+        view("high", num_rows=8, lowest_priority=5),
+        view("free", num_rows=7, lowest_priority=5),
+    ]
+    assert names(policy.rank_decoders(fleet, WISHES)) == ["free"]
+    urgent = replace(WISHES, row=Row(4, priority=3))
+    assert names(policy.rank_decoders(fleet, urgent)) == ["free", "low"]
+
+
+def test_room_is_counted_as_the_workers_count_it() -> None:
+    """The first pages must be free, the whole sequence must fit an empty pool, growers keep one."""
+    wishes = Wishes(Row(num_pages=4, grows=True), num_sequence_pages=50)
+    assert policy.has_room([view("d", num_reserved_pages=96)], wishes)
+    assert not policy.has_room([view("d", num_reserved_pages=96, num_growing_rows=1)], wishes)
+    assert not policy.has_room([view("d", num_pages=49)], wishes)
 
 
 def test_b03_ties_are_broken_by_turn_not_by_what_is_cached() -> None:

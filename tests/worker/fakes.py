@@ -7,7 +7,7 @@ other tokens than `reference`, which needs no pages. Pieces travel by the real i
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -176,6 +176,21 @@ class FakeDecodeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._rows or self._finished)
+
+    max_steps = 1
+
+    def short_rows(self, num_steps: int) -> list[str]:
+        return [attempt_id for attempt_id in self._rows if self.is_short(attempt_id, num_steps)]
+
+    def is_short(self, attempt_id: str, num_steps: int) -> bool:
+        row, tokens = self._rows[attempt_id]
+        assert row.sampling.max_tokens is not None
+        num_written = min(len(tokens) - 1 + num_steps, row.sampling.max_tokens - 1)
+        return len(row.page_ids) * self._pool.page_size < len(row.token_ids) + num_written
+
+    def grow(self, attempt_id: str, page_id: int) -> None:
+        row, tokens = self._rows[attempt_id]
+        self._rows[attempt_id] = (replace(row, page_ids=(*row.page_ids, page_id)), tokens)
 
     def insert(self, row: DecodeRow) -> None:
         assert len(self._rows) < self._num_slots, "more rows than slots"

@@ -148,6 +148,7 @@ def start_fleet(
     chunk: int = 8,
     slots: int = 4,
     max_model_len: int = 128,
+    reserve_tokens: int = 128,
     transfer_timeout_seconds: float = 5.0,
     retain_seconds: float = 600.0,
     roles: dict[str, Role] | None = None,
@@ -179,6 +180,7 @@ def start_fleet(
             chunk,
             slots,
             max_model_len,
+            reserve_tokens,
             transfer_timeout_seconds,
             destinations,
         )
@@ -197,6 +199,7 @@ def _member(
     chunk: int,
     slots: int,
     max_model_len: int,
+    reserve_tokens: int,
     timeout_seconds: float,
     destinations: frozenset[str],
 ) -> Member:
@@ -207,6 +210,7 @@ def _member(
         pool,
         num_slots=slots,
         max_model_len=max_model_len,
+        reserve_tokens=reserve_tokens,
         transfer_timeout_seconds=timeout_seconds,
     )
     sender = PieceSender(transfer)
