@@ -14,6 +14,17 @@ Role = Literal["prefill", "decode", "colocated"]
 PrefillLostPolicy = Literal["retry_other_prefill", "fail"]
 TransferFailedPolicy = Literal["retry", "fail"]
 DecodeLostPolicy = Literal["replay", "fail"]
+PolicyName = Literal[
+    "cost",
+    "round_robin",
+    "least_load",
+    "power_of_two",
+    "least_kv",
+    "least_requests",
+    "prefix_affinity",
+    "session_affinity",
+    "length_aware",
+]
 
 LOOPBACK = "127.0.0.1"
 
@@ -101,6 +112,7 @@ class FailureConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
+    policy: PolicyName = "cost"  # who gets a request: see jpd.router.policies
     local_prefill_tokens: int = (
         0  # uncached suffix up to this: prefill on the decode worker; 0: never
     )
@@ -108,6 +120,7 @@ class RouterConfig:
     request_timeout_seconds: float = 600.0
     transfer_timeout_seconds: float = 30.0
     session_ttl_seconds: float = 600.0
+    prefix_index_pages: int = 4_000_000  # pages the router remembers, of all workers together
     failure: FailureConfig = field(default_factory=FailureConfig)
 
 

@@ -13,20 +13,15 @@ from typing import cast, get_args
 from jpd.config import (
     AttentionChoice,
     CacheConfig,
-    DecodeLostPolicy,
     DeploymentConfig,
     EngineConfig,
-    FailureConfig,
     HostConfig,
-    PrefillLostPolicy,
     Role,
-    RouterConfig,
-    SloConfig,
-    TransferFailedPolicy,
     WorkerConfig,
 )
 from jpd.errors import ConfigError, Problem
 from jpd.mesh_hosts import NAME, read_host, read_launch, read_security
+from jpd.mesh_router import read_router, read_slo
 from jpd.toml_reader import Table, read_toml
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -57,8 +52,8 @@ def load_deployment(spec: str | Path) -> DeploymentConfig:
     workers = tuple(worker for table in tables for worker in _read_worker(table, hosts))
     cache = _read_cache(root.table("cache"))
     engine = _read_engine(root.table("engine"), cache)
-    router = _read_router(root.table("router"))
-    slos = tuple(_read_slo(table) for table in root.tables("slo"))
+    router = read_router(root.table("router"))
+    slos = tuple(read_slo(table) for table in root.tables("slo"))
     launch = read_launch(root.table("launch"), hosts)
     security = read_security(root.table("security"))
     root.close()
@@ -234,49 +229,6 @@ def _check_buckets(table: Table, engine: EngineConfig, cache: CacheConfig) -> No
     if context and engine.max_model_len is not None and max(context) < engine.max_model_len:
         rule = f"the last one must hold max_model_len = {engine.max_model_len}"
         table.problem("context_buckets", list(context), rule)
-
-
-def _read_router(table: Table) -> RouterConfig:
-    default = RouterConfig()
-    failure = table.table("failure")
-    policies = FailureConfig(
-        cast(PrefillLostPolicy, _policy(failure, "prefill_lost", PrefillLostPolicy)),
-        cast(TransferFailedPolicy, _policy(failure, "transfer_failed", TransferFailedPolicy)),
-        cast(DecodeLostPolicy, _policy(failure, "decode_lost", DecodeLostPolicy)),
-    )
-    failure.close()
-    router = RouterConfig(
-        local_prefill_tokens=table.integer("local_prefill_tokens", default.local_prefill_tokens),
-        max_waiting=table.integer("max_waiting", default.max_waiting, low=1),
-        request_timeout_seconds=_seconds(table, "request_timeout_seconds"),
-        transfer_timeout_seconds=_seconds(table, "transfer_timeout_seconds"),
-        session_ttl_seconds=_seconds(table, "session_ttl_seconds"),
-        failure=policies,
-    )
-    table.close()
-    return router
-
-
-def _policy(table: Table, name: str, literal: object) -> str:
-    return table.choice(name, str(getattr(FailureConfig(), name)), literal)
-
-
-def _seconds(table: Table, name: str) -> float:
-    return table.number(name, float(getattr(RouterConfig(), name)), above=True)
-
-
-def _read_slo(table: Table) -> SloConfig:
-    table.required("name", "the SLO class that requests name")
-    table.required("ttft_ms", "target of the first token, milliseconds")
-    table.required("tpot_ms", "target per further token, milliseconds")
-    slo = SloConfig(
-        name=table.text("name", "", NAME),
-        ttft_ms=table.number("ttft_ms", 1.0, above=True),
-        tpot_ms=table.number("tpot_ms", 1.0, above=True),
-        priority=table.integer("priority", 0, low=-1000, high=1000),
-    )
-    table.close()
-    return slo
 
 
 def _check_fleet(root: Table, config: DeploymentConfig) -> None:

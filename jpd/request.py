@@ -180,6 +180,8 @@ class Timeline:
     prefill_worker: str = ""
     decode_worker: str = ""
     path: list[str] = field(default_factory=list)  # e.g. ["disaggregated", "retry_other_prefill"]
+    cost_ms: dict[str, float] = field(default_factory=dict)  # why these workers: jpd.router.cost
+    session_kv: str = ""  # of a session: new, kept on decode, moved there again, or dropped
 
 
 @dataclass(frozen=True, slots=True)

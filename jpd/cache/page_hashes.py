@@ -9,18 +9,21 @@ router.
 from array import array
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b
+from struct import unpack
 
 HASH_BYTES = 8
 
 
 def root_hash(salt: Hashable) -> int:
     """What stands before the first page of this salt's prompts."""
-    return 0 if salt is None else _digest(str(salt).encode())
+    return 0 if salt is None else _number(blake2b(str(salt).encode(), digest_size=HASH_BYTES))
 
 
 def next_hash(parent: int, page_tokens: Sequence[int]) -> int:
     """The hash of a page that follows `parent`."""
-    return _digest(parent.to_bytes(HASH_BYTES, "little") + array("i", page_tokens).tobytes())
+    before = parent.to_bytes(HASH_BYTES, "little")
+    page = array("i", page_tokens).tobytes()
+    return _number(blake2b(page, digest_size=HASH_BYTES, salt=before))
 
 
 def page_hashes(token_ids: Sequence[int], page_size: int, salt: Hashable = None) -> tuple[int, ...]:
@@ -30,10 +33,11 @@ def page_hashes(token_ids: Sequence[int], page_size: int, salt: Hashable = None)
     known = root_hash(salt).to_bytes(HASH_BYTES, "little")
     hashes = []
     for start in range(0, len(token_ids) // page_size * width, width):
-        known = blake2b(known + tokens[start : start + width], digest_size=HASH_BYTES).digest()
-        hashes.append(int.from_bytes(known, "little"))
-    return tuple(hashes)
+        page = tokens[start : start + width]
+        known = blake2b(page, digest_size=HASH_BYTES, salt=known).digest()
+        hashes.append(known)
+    return unpack(f"<{len(hashes)}Q", b"".join(hashes))
 
 
-def _digest(content: bytes) -> int:
-    return int.from_bytes(blake2b(content, digest_size=HASH_BYTES).digest(), "little")
+def _number(hasher: blake2b) -> int:
+    return int.from_bytes(hasher.digest(), "little")

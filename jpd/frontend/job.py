@@ -26,7 +26,7 @@ MAX_CHOICES_PER_PROMPT = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 STOP_RULE = "must be a string or a list of strings"
-MAX_SESSION_ID_CHARS = 256
+MAX_ID_CHARS = 256
 MAX_PRIORITY = 1 << 20
 
 
@@ -42,6 +42,9 @@ class GenerateJob:
     skip_special_tokens: bool = True  # in the text shown
     add_special_tokens: bool = True  # to text prompts; a chat template has written its own
     session_id: str | None = None
+    cache_salt: str | None = None  # prefixes are shared only within a salt
+    prefill_worker: str | None = None  # must be this one
+    decode_worker: str | None = None
     priority: int = 0
     slo: str | None = None
     timeout_seconds: float | None = None  # from arrival; None: the server's own limit
@@ -77,7 +80,8 @@ def check_job(job: GenerateJob, model: ServedModel) -> None:
     if type(job.priority) is not int or abs(job.priority) > MAX_PRIORITY:
         raise RequestError("priority", job.priority, f"must be an integer within ±{MAX_PRIORITY}")
     _check_timeout(job.timeout_seconds)
-    check_session_id(job.session_id)
+    for name in ("session_id", "cache_salt", "prefill_worker", "decode_worker"):
+        check_id(name, getattr(job, name))
     check_token_ids("stop_token_ids", job.sampling.stop_token_ids, model.vocab_size)
     for token_id, _ in job.sampling.logit_bias:
         if token_id >= model.vocab_size:
@@ -102,15 +106,14 @@ def _check_timeout(seconds: object) -> None:
         raise RequestError("timeout_seconds", seconds, "must be finite")
 
 
-def check_session_id(session_id: object) -> None:
+def check_id(name: str, value: object) -> None:
     """Raises RequestError unless it is absent or a short printable text."""
-    if session_id is None:
+    if value is None:
         return
-    if not isinstance(session_id, str) or not 0 < len(session_id) <= MAX_SESSION_ID_CHARS:
-        rule = f"must be a text of 1 to {MAX_SESSION_ID_CHARS} characters"
-        raise RequestError("session_id", session_id, rule)
-    if not session_id.isprintable():
-        raise RequestError("session_id", session_id, "must be printable")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS:
+        raise RequestError(name, value, f"must be a text of 1 to {MAX_ID_CHARS} characters")
+    if not value.isprintable():
+        raise RequestError(name, value, "must be printable")
 
 
 def check_fits(prompt: EncodedPrompt, sampling: SamplingParams, model: ServedModel) -> None:

@@ -49,6 +49,9 @@ class GenerateOptions(TypedDict, total=False):
     echo: bool  # the text of a choice begins with its prompt
     include_stop_str_in_output: bool
     session_id: str | None  # turns of one session prefer the worker that holds their prefix
+    cache_salt: str | None  # prefixes are shared only within a salt
+    prefill_worker: str | None  # must be this one
+    decode_worker: str | None
     priority: int  # higher goes first
     slo: str | None  # name of an [[slo]] of the mesh file
     timeout_seconds: float | None

@@ -169,6 +169,9 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     session_id: str | None = Field(None, description="or the header X-Session-Id")
+    cache_salt: str | None = Field(None, description="prefixes are shared only within a salt")
+    prefill_worker: str | None = Field(None, description="must be this one")
+    decode_worker: str | None = Field(None, description="must be this one")
     priority: int | None = Field(None, description="higher goes first")
     slo: str | None = Field(None, description="name of an [[slo]] of the mesh file")
     include_details: bool | None = Field(None, description="a timeline in each choice")

@@ -287,5 +287,8 @@ class TextService:
             session_id=job.session_id,
             priority=job.priority,
             slo=job.slo,
+            cache_salt=job.cache_salt,
+            prefill_worker=job.prefill_worker,
+            decode_worker=job.decode_worker,
             disaggregate=job.disaggregate,
         )

@@ -6,20 +6,26 @@ never lag behind a status report. Knows no requests. Written by `jpd.router.hold
 """
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jpd.metrics import Metrics
 from jpd.router.guard import Watch
 from jpd.router.policy import Row, WorkerView
 from jpd.router.prefix_index import MAX_INDEX_PAGES, PrefixIndex
+from jpd.router.rates import RateBook, RateSeed
 from jpd.worker.protocol import Role, WorkerClient, WorkerStatus
 
 FAULTS_TO_SUSPEND = 3
 """Faults in a row after which a worker is the last choice for a while."""
 FIRST_SUSPENSION_SECONDS = 1.0
 MAX_SUSPENSION_SECONDS = 30.0
+RECENT_SECONDS = 600.0
+"""Over which work done lately fades."""
+STEP_SAMPLE_SECONDS = 0.05
+"""Between two looks at the pace of a decode batch."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +47,9 @@ class WorkerEntry:
     num_prefills: int = 0
     num_prefill_tokens: int = 0
     last_chosen: int = 0
+    recent_tokens: float = 0.0  # prefilled here, later ones counting more: see `recent_scale`
+    prefill_end: float = 0.0  # when the last prefill was answered
+    step_seen: float = 0.0  # when the pace of the batch was last looked at
     num_faults_in_a_row: int = 0
     suspended_until: float = 0.0  # 0.0: not suspended
     is_leaving: bool = False  # takes nothing new: an operator said so
@@ -54,10 +63,10 @@ class WorkerEntry:
     def has_work(self) -> bool:
         return self.num_rows > 0 or self.num_prefills > 0
 
-    def make_view(self) -> WorkerView:
-        status = self.status
+    def make_view(self, rates: RateBook) -> WorkerView:
+        status, name = self.status, self.client.name
         return WorkerView(
-            name=self.client.name,
+            name=name,
             role=self.role,
             is_available=not (
                 self.watch.is_down or self.is_leaving or status is None or status.draining
@@ -73,6 +82,12 @@ class WorkerEntry:
             num_prefills=self.num_prefills,
             num_prefill_tokens=self.num_prefill_tokens,
             last_chosen=self.last_chosen,
+            recent_tokens=self.recent_tokens,
+            prefill_line=rates.prefill(name),
+            step_line=rates.step(name),
+            link_line=rates.link(name),
+            links=rates.links(name),
+            kv_bytes_per_token=rates.kv_bytes_per_token(name),
         )
 
 
@@ -86,11 +101,15 @@ class Fleet:
         clock: Callable[[], float],
         on_change: Callable[[], None],
         max_index_pages: int = MAX_INDEX_PAGES,
+        seeds: Mapping[str, RateSeed] | None = None,
     ) -> None:
         self._metrics, self._clock, self._on_change = metrics, clock, on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._num_chosen = 0
         self.prefixes = PrefixIndex((), max_index_pages)
+        self.rates = RateBook(seeds or {})
+        self._recent_epoch = clock()
+        self._num_shifts = 0
         for client in clients:
             self.add(client)
 
@@ -111,6 +130,7 @@ class Fleet:
         entry = self._entries[worker]
         assert not entry.has_work, f"{worker} still has work"
         del self._entries[worker]
+        self.rates.forget(worker)
         self.prefixes.remove_worker(worker)
 
     def set_leaving(self, worker: str, is_leaving: bool) -> None:
@@ -131,7 +151,7 @@ class Fleet:
     def view(self, worker: str) -> WorkerView:
         entry = self._entries[worker]
         if entry.view is None:
-            entry.view = entry.make_view()
+            entry.view = entry.make_view(self.rates)
         return entry.view
 
     def snapshot(self) -> tuple[WorkerView, ...]:
@@ -170,6 +190,7 @@ class Fleet:
         entry = self._touch(worker, chosen=True)
         entry.num_prefills += 1
         entry.num_prefill_tokens += num_tokens
+        entry.recent_tokens += num_tokens / self.recent_scale()
         self._metrics.requests_running.labels(worker, "prefill").set(entry.num_prefills)
 
     def give_prefill(self, worker: str, num_tokens: int) -> None:
@@ -177,6 +198,50 @@ class Fleet:
         entry.num_prefills -= 1
         entry.num_prefill_tokens -= num_tokens
         self._metrics.requests_running.labels(worker, "prefill").set(entry.num_prefills)
+
+    def recent_scale(self) -> float:
+        """WorkerView.recent_tokens times this are tokens: older work has faded by as much."""
+        age = (self._clock() - self._recent_epoch) / RECENT_SECONDS
+        if age > 50.0:
+            for name, entry in self._entries.items():
+                entry.recent_tokens *= math.exp(-age)
+                self._touch(name)
+            self._recent_epoch += age * RECENT_SECONDS
+            return 1.0
+        return math.exp(-age)
+
+    # What was measured.
+
+    def see_prefill(self, worker: str, num_tokens: int, seconds: float) -> None:
+        """A prefill was answered; what it shared the worker with is not counted twice."""
+        entry, now = self._touch(worker), self._clock()
+        self.rates.see_prefill(worker, num_tokens, min(seconds, now - entry.prefill_end))
+        entry.prefill_end = now
+        self._follow_rates()
+
+    def see_step(self, worker: str, seconds: float) -> None:
+        """A row waited so long for its next token. A look now and then is enough."""
+        entry, now = self._entries[worker], self._clock()
+        if now - entry.step_seen >= STEP_SAMPLE_SECONDS:
+            entry.step_seen = now
+            self.rates.see_step(worker, entry.num_rows, seconds)
+            self._touch(worker)
+            self._follow_rates()
+
+    def see_transfer(
+        self, sender: str, receiver: str, num_tokens: int, num_bytes: int, seconds: float
+    ) -> None:
+        self.rates.see_transfer(sender, receiver, num_tokens, num_bytes, seconds)
+        self._touch(sender)
+        self._touch(receiver)
+        self._follow_rates()
+
+    def _follow_rates(self) -> None:
+        """What is known of some workers tells of those that were not measured yet."""
+        if self.rates.num_shifts != self._num_shifts:
+            self._num_shifts = self.rates.num_shifts
+            for entry in self._entries.values():
+                entry.view = None
 
     # Faults and health.
 

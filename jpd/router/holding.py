@@ -49,10 +49,12 @@ class Holding:
             self._give_row(was_held=False)
         return reservation
 
-    async def prefill(self, worker: str, reservation: Reservation) -> PrefillResult:
+    async def prefill(
+        self, worker: str, reservation: Reservation, num_uncached_tokens: int
+    ) -> PrefillResult:
         """Prefill on `worker`; its load is given back as it answers. Raises AttemptFailedError."""
         self.prefill_worker = worker
-        self.num_prefill_tokens = len(self.attempt.token_ids)
+        self.num_prefill_tokens = num_uncached_tokens
         self._fleet.take_prefill(worker, self.num_prefill_tokens)
         try:
             with self._faults(worker):

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
+from jpd.cache.page_hashes import page_hashes
 from jpd.errors import JpdError, RequestCancelledError, WorkerError, WorkerLostError
 from jpd.request import RequestState, TokenOutput
 from jpd.router import policy
@@ -20,6 +21,7 @@ from jpd.router.admission import Ticket
 from jpd.router.failure import Action, AttemptFailedError, Fault, FaultFacts, decide
 from jpd.router.holding import Holding
 from jpd.router.parts import RouterParts
+from jpd.router.placement import Choice
 from jpd.router.record import RequestRecord
 from jpd.router.stream import Mailbox
 from jpd.worker.protocol import (
@@ -31,6 +33,9 @@ from jpd.worker.protocol import (
 )
 
 _log = logging.getLogger(__name__)
+
+DRAW_FACTOR, DRAW_RANGE = 2_654_435_761, 1 << 32
+"""Spread the numbers of requests evenly, for policies that draw by lot."""
 
 
 class Journey:
@@ -85,8 +90,8 @@ class Journey:
         attempt = self.record.next_attempt()
         holding, reservation = await self._reserve(attempt)
         try:
-            worker = self._choose_prefill_worker(attempt, reservation)
-            result = await self._prefill(holding, reservation, worker)
+            choice = self._choose(attempt, reservation)
+            result = await self._prefill(holding, reservation, choice)
             first = TokenOutput(
                 (result.token_id,),
                 result.finish_reason,
@@ -102,6 +107,10 @@ class Journey:
     async def _reserve(self, attempt: Attempt) -> tuple[Holding, Reservation]:
         """Wait for room. Raises OverloadedError, RequestError, WorkerError: nobody left to ask."""
         record, wishes = self.record, self._wishes()
+        if not record.page_hashes:
+            record.page_hashes = page_hashes(
+                record.request.prompt_token_ids, self._parts.page_size, record.request.cache_salt
+            )
         ticket = Ticket(
             attempt.priority,
             record.sequence,
@@ -122,7 +131,7 @@ class Journey:
         """Ask the decode workers in turn, best first; one that fails is not asked again."""
         wishes = self._wishes()
         self._check_somebody_decodes(wishes)
-        for view in policy.rank_decoders(self._fleet.snapshot(), wishes):
+        for view in self._parts.placement.rank_decoders(self._complete(wishes)):
             self.holding = holding = Holding(self._parts, attempt, wishes.row)
             try:
                 reservation = await holding.reserve(view.name)
@@ -137,43 +146,58 @@ class Journey:
         ticket.may_skip = bool(wishes.lost or wishes.avoided)
         return None
 
-    def _choose_prefill_worker(self, attempt: Attempt, reservation: Reservation) -> str:
+    def _choose(self, attempt: Attempt, reservation: Reservation) -> Choice:
         """Path and worker of the prefill. Raises AttemptFailedError when no worker is there."""
-        decoder = self._fleet.view(reservation.worker)
-        num_uncached = len(attempt.token_ids) - reservation.num_cached_tokens
-        self._decode_worker, self._prefill_worker = decoder.name, ""
-        self._num_uncached_tokens = num_uncached
-        forced = False if self.record.must_be_local else self.record.request.disaggregate
-        limit = self._parts.config.local_prefill_tokens
-        path = policy.choose_path(decoder, num_uncached, limit, forced)
-        worker = decoder.name
-        if path == "disaggregated":
-            chosen = self._prefill_choice(decoder.name)
-            if chosen is None:
-                error = WorkerError("prefill", self._why_nobody("prefill"))
-                raise AttemptFailedError(Fault.PREFILL_LOST, error)
-            worker = chosen.name
-        self._metrics.router_decisions.labels(path).inc()
+        decode = reservation.worker
+        self._decode_worker, self._prefill_worker = decode, ""
+        self._num_uncached_tokens = len(attempt.token_ids) - reservation.num_cached_tokens
+        wishes = self._complete(self._wishes())
+        choice = self._parts.placement.choose(decode, reservation.num_cached_tokens, wishes)
+        if choice is None:
+            error = WorkerError("prefill", self._why_nobody("prefill"))
+            raise AttemptFailedError(Fault.PREFILL_LOST, error)
+        self._prefill_worker = worker = choice.prefill.name
+        self._metrics.router_decisions.labels(choice.path).inc()
         if self.record.num_attempts == 1:
-            self.record.note(path)
-        self._prefill_worker = worker
-        self._timeline.prefill_worker, self._timeline.decode_worker = worker, decoder.name
-        bound = worker if path == "disaggregated" else None
-        self._parts.sessions.bind(self.record.request.session_id, decoder.name, bound)
-        return worker
+            self.record.note(choice.path)
+        _log.debug("%s: %s on %s, %s: %s", attempt.attempt_id, choice.path, worker, decode, choice)
+        timeline = self._timeline
+        timeline.prefill_worker, timeline.decode_worker = worker, decode
+        timeline.cost_ms = choice.terms.rounded()
+        timeline.session_kv = self._session_kv(reservation)
+        bound = worker if choice.path == "disaggregated" else None
+        self._parts.sessions.bind(self.record.request.session_id, decode, bound)
+        return choice
+
+    def _session_kv(self, reservation: Reservation) -> str:
+        """What has become of the KV of the session's last turn."""
+        session_id = self.record.request.session_id
+        if session_id is None:
+            return ""
+        binding = self._parts.sessions.find(session_id)
+        if binding is None:
+            return "new"
+        if reservation.num_cached_tokens:
+            return "kept" if binding.decode_worker == reservation.worker else "moved"
+        return "dropped"
 
     async def _prefill(
-        self, holding: Holding, reservation: Reservation, worker: str
+        self, holding: Holding, reservation: Reservation, choice: Choice
     ) -> PrefillResult:
-        self.record.advance(RequestState.PREFILLING, self._clock())
-        result = await holding.prefill(worker, reservation)
-        if self.record.sent_token_ids:
+        record, worker = self.record, choice.prefill.name
+        record.advance(RequestState.PREFILLING, self._clock())
+        result = await holding.prefill(worker, reservation, choice.num_uncached_tokens)
+        self._fleet.see_prefill(worker, result.num_computed_tokens, result.prefill_seconds)
+        self._fleet.prefixes.expect(worker, record.page_hashes)
+        if record.sent_token_ids:
             self._timeline.num_replayed_tokens += result.num_computed_tokens
             self._metrics.replayed_tokens.inc(result.num_computed_tokens)
         else:
             self._timeline.num_cached_tokens = result.num_cached_tokens
             self._metrics.prefix_cache_hit_tokens.inc(result.num_cached_tokens)
-            self._metrics.prompt_tokens.inc(self.record.request.num_prompt_tokens)
+            self._metrics.prompt_tokens.inc(record.request.num_prompt_tokens)
+            if self._timeline.session_kv == "dropped" and result.num_cached_tokens:
+                self._timeline.session_kv = "moved"  # sent again by the worker that prefilled it
         return result
 
     async def _decode(self, holding: Holding, result: PrefillResult) -> None:
@@ -189,17 +213,33 @@ class Journey:
 
     def _take_kv(self, event: DecodeEvent) -> None:
         """The KV is whole on the decode worker."""
-        now = self._clock()
+        now, is_local = self._clock(), self._prefill_worker == self._decode_worker
         if self.record.state is RequestState.TRANSFERRING:
             kv_time = now if event.kv_complete_time is None else event.kv_complete_time
             self.record.advance(RequestState.DECODING, min(kv_time, now))
+        if not is_local:
+            self._see_transfer(event)
         self._timeline.kv_bytes += event.kv_bytes
         self._metrics.kv_transfer_bytes.inc(event.kv_bytes)
         for worker in {self._prefill_worker, self._decode_worker}:
             self._fleet.note_success(worker)
 
+    def _see_transfer(self, event: DecodeEvent) -> None:
+        sent_time = self.record.last_token_time  # of the first token: the prefill was over then
+        kv_time = self._clock() if event.kv_complete_time is None else event.kv_complete_time
+        self._fleet.see_transfer(
+            self._prefill_worker,
+            self._decode_worker,
+            self._num_uncached_tokens,
+            event.kv_bytes,
+            kv_time - sent_time,
+        )
+
     def _take_event(self, event: DecodeEvent) -> bool:
         """Hand tokens on. True after the last one; more than was asked for are never handed on."""
+        if event.token_ids and event.kv_complete_time is None:
+            gap = self._clock() - self.record.last_token_time
+            self._fleet.see_step(self._decode_worker, gap / len(event.token_ids))
         num_left = self.record.num_tokens_left
         token_ids, logprobs = event.token_ids[:num_left], event.logprobs[:num_left]
         return self._send(TokenOutput(token_ids, event.finish_reason, logprobs=logprobs))
@@ -267,41 +307,45 @@ class Journey:
         decoder = self._fleet.view(self._decode_worker)
         limit = self._parts.config.local_prefill_tokens
         wishes = self._wishes()
+        prefill = self._parts.placement.choose_prefill(decoder.name, wishes)
         return FaultFacts(
             num_faults=self.record.num_faults[fault],
-            is_short=policy.is_short(decoder, self._num_uncached_tokens, limit),
-            other_prefill=self._prefill_choice(decoder.name) is not None,
+            is_short=policy.may_be_local(decoder, self._num_uncached_tokens, limit),
+            other_prefill=prefill is not None,
             other_decode=bool(policy.capable_decoders(self._fleet.snapshot(), wishes)),
         )
 
-    def _prefill_choice(self, decode_worker: str) -> policy.WorkerView | None:
-        return policy.choose_prefill(
-            self._fleet.snapshot(),
-            decode_worker,
-            self._wishes(),
-            allow_colocated=self.record.request.disaggregate is True,
-        )
-
     def _wishes(self) -> policy.Wishes:
-        resolved = self.record.resolved
-        num_tokens = resolved.request.num_prompt_tokens + resolved.max_tokens
-        num_done = num_tokens - self.record.num_tokens_left
-        num_first = reserved_tokens(
-            num_done, self.record.num_tokens_left, self._parts.reserve_tokens
-        )
+        """What the request wants, by itself."""
+        record, resolved = self.record, self.record.resolved
+        request = resolved.request
+        num_tokens = request.num_prompt_tokens + resolved.max_tokens
+        num_done = num_tokens - record.num_tokens_left
+        num_first = reserved_tokens(num_done, record.num_tokens_left, self._parts.reserve_tokens)
         row = policy.Row(self._num_pages(num_first), num_first < num_tokens, resolved.priority)
-        binding = self._parts.sessions.find(resolved.request.session_id)
+        binding = self._parts.sessions.find(request.session_id)
         return policy.Wishes(
             row=row,
             num_sequence_pages=self._num_pages(num_tokens),
+            num_tokens=num_done,
+            session_id=request.session_id,
             sticky_decode=binding.decode_worker if binding is not None else None,
             sticky_prefill=binding.prefill_worker if binding is not None else None,
-            lost=self.record.lost_workers,
-            avoided=self.record.avoided_workers,
+            pinned_decode=request.decode_worker,
+            pinned_prefill=request.prefill_worker,
+            lost=record.lost_workers,
+            avoided=record.avoided_workers,
+            disaggregate=False if record.must_be_local else request.disaggregate,
+            draw=record.sequence * DRAW_FACTOR % DRAW_RANGE,
         )
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._parts.page_size)
+
+    def _complete(self, wishes: policy.Wishes) -> policy.Wishes:
+        """And in the light of what is known of the fleet."""
+        record = self.record
+        return self._parts.placement.complete(wishes, record.page_hashes, record.num_tokens_left)
 
     def _note_lost(self, worker: str, reason: str) -> None:
         self.record.lost_workers.add(worker)

@@ -7,6 +7,7 @@ from jpd.config import RouterConfig
 from jpd.metrics import Metrics
 from jpd.router.admission import WaitingRoom
 from jpd.router.fleet import Fleet
+from jpd.router.placement import Placement
 from jpd.router.releases import Releases
 from jpd.router.sessions import SessionTable
 
@@ -19,6 +20,7 @@ class RouterParts:
     page_size: int
     reserve_tokens: int  # output tokens that workers reserve with a prompt
     fleet: Fleet
+    placement: Placement
     waiting_room: WaitingRoom
     sessions: SessionTable
     releases: Releases

@@ -1,23 +1,21 @@
-"""Placement: pure functions over one look at the fleet.
+"""One look at the fleet, what a request wants of it, and who can serve that at all.
 
-Least load, with session affinity that yields. Load is counted by phase: a decode worker by the
-rows and pages promised, a prefill worker by the prompt tokens given to it and not yet answered.
-Knows no clients and keeps no state; called by `jpd.router.journey`.
+Pure functions over frozen snapshots: who may be chosen, whether there is room, which path a prompt
+takes. Who is best among them is the business of `jpd.router.cost` and `jpd.router.policies`. Knows
+no clients and keeps no state.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+from jpd.router.rates import Line, RateSeed
 from jpd.worker.protocol import Role
 
 Path = Literal["disaggregated", "local"]
 Fleet = Sequence["WorkerView"]
 
-AFFINITY_FACTOR = 2.0
-"""A session leaves a worker that carries more than this times the least load, plus a slack."""
-DECODE_SLACK = 0.25  # of a full batch or pool
-PREFILL_SLACK_TOKENS = 1024
+_SEED = RateSeed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +32,23 @@ class WorkerView:
     num_rows: int = 0  # reservations held
     num_reserved_pages: int = 0
     num_prefills: int = 0
-    num_prefill_tokens: int = 0  # of prompts that were not answered yet
+    num_prefill_tokens: int = 0  # uncached ones, of prompts that were not answered yet
     num_growing_rows: int = 0  # that may need more pages than were reserved
     lowest_priority: int | None = None  # of the rows; None: there is none
     last_chosen: int = 0  # order of the last assignment: ties go round
+    recent_tokens: float = 0.0  # prefilled lately, in the units of Wishes.recent_scale
+    prefill_line: Line = _SEED.prefill  # seconds by tokens
+    step_line: Line = _SEED.step  # seconds by rows
+    link_line: Line = _SEED.link  # seconds by bytes, to workers it has not sent to yet
+    links: Mapping[str, Line] = field(default_factory=dict)  # by receiver, measured
+    kv_bytes_per_token: float = 0.0
 
     @property
     def decodes(self) -> bool:
         return self.role != "prefill" and self.num_slots > 0
+
+    def link_to(self, receiver: str) -> Line:
+        return self.links.get(receiver, self.link_line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +66,25 @@ class Wishes:
 
     row: Row
     num_sequence_pages: int  # for prompt and output together
+    num_tokens: int = 0  # of the prompt, and of what was generated before a replay
+    num_output_tokens: float = 128.0  # expected
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)  # of the prompt, by worker
+    session_id: str | None = None
     sticky_decode: str | None = None  # where the session's KV lives
     sticky_prefill: str | None = None
+    pinned_decode: str | None = None  # nobody else will do
+    pinned_prefill: str | None = None
     lost: Collection[str] = ()  # never again for this request
     avoided: Collection[str] = ()  # only when there is no other
+    disaggregate: bool | None = None  # forced path; None: whichever is cheaper
+    local_prefill_tokens: int = 0  # longer uncached suffixes are never prefilled on decode
+    is_long: bool = False  # among the prompts of late
+    draw: int = 0  # a random number of this request
+    recent_scale: float = 1.0  # WorkerView.recent_tokens times this are tokens
+
+    def num_uncached(self, worker: str) -> int:
+        """Prompt tokens the worker has to compute; at least the last one."""
+        return max(1, self.num_tokens - self.cached_tokens.get(worker, 0))
 
 
 def decode_load(view: WorkerView) -> float:
@@ -78,24 +100,33 @@ def prefill_load(view: WorkerView) -> float:
 
 def capable_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
     """Workers that could hold the whole sequence when empty, busy or not."""
-    num_pages = wishes.num_sequence_pages
-    views = [view for view in fleet if view.decodes and view.num_pages >= num_pages]
-    return _usable(views, wishes)
+    pinned, num_pages = wishes.pinned_decode, wishes.num_sequence_pages
+    return _usable(
+        (
+            view
+            for view in fleet
+            if view.decodes
+            and view.num_pages >= num_pages
+            and (pinned is None or view.name == pinned)
+        ),
+        wishes,
+    )
 
 
-def rank_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
-    """Where to ask for a reservation, best first. Empty: every row is taken, or nobody can.
-
-    Last those without a free row where one of a lower priority would be preempted.
-    """
-    able = capable_decoders(fleet, wishes)
-    free = [view for view in able if view.num_rows < view.num_slots]
-    ranked = _rank(free, decode_load, wishes.sticky_decode, DECODE_SLACK)
-    return ranked + [view for view in able if view not in free and _yields(view, wishes)]
+def free_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
+    """Those of them with a row to give."""
+    return [view for view in capable_decoders(fleet, wishes) if view.num_rows < view.num_slots]
 
 
-def _yields(view: WorkerView, wishes: Wishes) -> bool:
-    return view.lowest_priority is not None and view.lowest_priority < wishes.row.priority
+def yielding_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
+    """Those without, where a row of a lower priority would be preempted."""
+    return [
+        view
+        for view in capable_decoders(fleet, wishes)
+        if view.num_rows >= view.num_slots
+        and view.lowest_priority is not None
+        and view.lowest_priority < wishes.row.priority
+    ]
 
 
 def has_room(fleet: Fleet, wishes: Wishes) -> bool:
@@ -104,67 +135,45 @@ def has_room(fleet: Fleet, wishes: Wishes) -> bool:
     As on the workers, one page is left for each row that may still grow.
     """
     return any(
-        view.num_rows < view.num_slots
-        and view.num_pages - view.num_reserved_pages - view.num_growing_rows >= wishes.row.num_pages
-        for view in capable_decoders(fleet, wishes)
+        view.num_pages - view.num_reserved_pages - view.num_growing_rows >= wishes.row.num_pages
+        for view in free_decoders(fleet, wishes)
     )
 
 
-def choose_prefill(
-    fleet: Fleet, decode_worker: str, wishes: Wishes, *, allow_colocated: bool = False
-) -> WorkerView | None:
-    """The prefill worker of an attempt, or None. Colocated ones only when asked for."""
-    views = [
-        view
-        for view in fleet
-        if view.name != decode_worker
-        and (view.role == "prefill" or (allow_colocated and view.role == "colocated"))
-    ]
-    ranked = _rank(
-        _usable(views, wishes), prefill_load, wishes.sticky_prefill, PREFILL_SLACK_TOKENS
+def capable_prefills(fleet: Fleet, decode_worker: str | None, wishes: Wishes) -> list[WorkerView]:
+    """Workers that may prefill for this decode worker; colocated ones only when asked for."""
+    pinned = wishes.pinned_prefill
+    allow_colocated = wishes.disaggregate is True or pinned is not None
+    return _usable(
+        (
+            view
+            for view in fleet
+            if view.name != decode_worker
+            and (view.role == "prefill" or (allow_colocated and view.role == "colocated"))
+            and (pinned is None or view.name == pinned)
+        ),
+        wishes,
     )
-    return ranked[0] if ranked else None
 
 
-def choose_path(
-    decoder: WorkerView,
-    num_uncached_tokens: int,
-    local_prefill_tokens: int,
-    disaggregate: bool | None,
-) -> Path:
-    """Prefill on the decode worker or apart, by the uncached suffix, not the prompt's length."""
-    if disaggregate is not None:
-        return "disaggregated" if disaggregate else "local"
-    if decoder.role == "colocated" or is_short(decoder, num_uncached_tokens, local_prefill_tokens):
-        return "local"
-    return "disaggregated"
-
-
-def is_short(decoder: WorkerView, num_uncached_tokens: int, local_prefill_tokens: int) -> bool:
+def may_be_local(decoder: WorkerView, num_uncached_tokens: int, limit: int) -> bool:
     """Whether this decode worker may prefill the suffix itself."""
     if not decoder.can_prefill:
         return False
-    return decoder.role == "colocated" or num_uncached_tokens <= local_prefill_tokens
+    return decoder.role == "colocated" or num_uncached_tokens <= limit
 
 
-def _usable(views: Sequence[WorkerView], wishes: Wishes) -> list[WorkerView]:
+def forced_path(decoder: WorkerView, wishes: Wishes) -> Path | None:
+    """The path that the request or its pins leave no choice about."""
+    if wishes.disaggregate is not None:
+        return "disaggregated" if wishes.disaggregate else "local"
+    if wishes.pinned_prefill is not None:
+        return "local" if wishes.pinned_prefill == decoder.name else "disaggregated"
+    return None
+
+
+def _usable(views: Iterable[WorkerView], wishes: Wishes) -> list[WorkerView]:
     """Without the lost ones; without suspended and avoided ones unless nobody else is there."""
     there = [view for view in views if view.is_available and view.name not in wishes.lost]
     good = [view for view in there if not view.is_suspended and view.name not in wishes.avoided]
     return good or there
-
-
-def _rank(
-    views: Sequence[WorkerView],
-    load: Callable[[WorkerView], float],
-    sticky: str | None,
-    slack: float,
-) -> list[WorkerView]:
-    ranked = sorted(views, key=lambda view: (load(view), view.last_chosen))
-    if sticky is None:
-        return ranked
-    for position, view in enumerate(ranked):
-        if view.name == sticky and load(view) <= AFFINITY_FACTOR * load(ranked[0]) + slack:
-            ranked.insert(0, ranked.pop(position))
-            break
-    return ranked

@@ -45,7 +45,7 @@ class _Pages:
         for page_hash in page_hashes:
             self.young.add(page_hash)
             self.old.discard(page_hash)
-            if 2 * len(self.young) > self.budget:
+            if len(self.young) + len(self.old) > self.budget:
                 self.old, self.young = self.young, set()
 
     def remove(self, page_hashes: Iterable[int]) -> None:

@@ -70,6 +70,7 @@ class RequestRecord:
     lost_workers: set[str] = field(default_factory=set)  # never again for this request
     avoided_workers: set[str] = field(default_factory=set)  # only when there is no other
     must_be_local: bool = False  # the failure table decided so
+    page_hashes: tuple[int, ...] = ()  # of the prompt's full pages
 
     @property
     def request(self) -> Request:

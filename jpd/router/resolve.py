@@ -40,6 +40,7 @@ def resolve(
     """The request with every choice made. Raises RequestError."""
     _check_prompt(request.prompt_token_ids, limits.vocab_size)
     _check_path(request.disaggregate, fleet)
+    _check_pins(request, fleet)
     seed = request.sampling.seed
     max_tokens = _resolve_max_tokens(request, limits.context(fleet))
     num_tokens = request.num_prompt_tokens + max_tokens
@@ -72,6 +73,26 @@ def _check_path(disaggregate: bool | None, fleet: Fleet) -> None:
             raise RequestError("disaggregate", True, "this fleet has no separate prefill worker")
     if disaggregate is False and not any(view.decodes and view.can_prefill for view in fleet):
         raise RequestError("disaggregate", False, "no decode worker of this fleet can prefill")
+
+
+def _check_pins(request: Request, fleet: Fleet) -> None:
+    """A pinned worker must be one of this fleet that can do its part, up or not."""
+    able = {
+        "decode_worker": [view.name for view in fleet if view.decodes],
+        "prefill_worker": [
+            view.name
+            for view in fleet
+            if view.role == "prefill"
+            or (view.can_prefill and view.name == request.decode_worker)
+            or view.role == "colocated"
+        ],
+    }
+    for field, names in able.items():
+        pinned = getattr(request, field)
+        if pinned is not None and pinned not in names:
+            part = field.removesuffix("_worker")
+            known = ", ".join(names) or "none"
+            raise RequestError(field, pinned, f"must be a worker that can {part}: {known}")
 
 
 def _resolve_max_tokens(request: Request, context: int) -> int:

@@ -13,7 +13,7 @@ import itertools
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jpd.config import RouterConfig, SloConfig
 from jpd.errors import RequestError, WorkerError
@@ -24,7 +24,9 @@ from jpd.router.fleet import Fleet
 from jpd.router.health import POLL_SECONDS, STUCK_SECONDS, Health, HealthMonitor, judge
 from jpd.router.journey import Journey
 from jpd.router.parts import RouterParts
+from jpd.router.placement import Placement
 from jpd.router.policy import WorkerView
+from jpd.router.rates import RateSeed
 from jpd.router.record import RequestRecord, ResolvedRequest
 from jpd.router.releases import Releases
 from jpd.router.resolve import Limits, resolve
@@ -54,14 +56,18 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         poll_seconds: float = POLL_SECONDS,
         stuck_seconds: float = STUCK_SECONDS,
+        seeds: Mapping[str, RateSeed] | None = None,
     ) -> None:
         waiting_room = WaitingRoom(config.max_waiting, clock, metrics.requests_waiting.set)
-        fleet = Fleet(clients, metrics, clock, waiting_room.room_freed)
+        fleet = Fleet(
+            clients, metrics, clock, waiting_room.room_freed, config.prefix_index_pages, seeds
+        )
         self._parts = RouterParts(
             config=config,
             page_size=page_size,
             reserve_tokens=reserve_tokens,
             fleet=fleet,
+            placement=Placement(fleet, config, page_size),
             waiting_room=waiting_room,
             sessions=SessionTable(config.session_ttl_seconds, clock),
             releases=Releases(fleet),

@@ -37,7 +37,7 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "n", "session_id", "priority", "slo", "include_stop_str_in_output", "include_details")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "n", "session_id", "priority", "slo", "include_stop_str_in_output", "include_details", "cache_salt", "prefill_worker", "decode_worker")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,9 @@ class GenerateRequest(_message.Message):
     SLO_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_DETAILS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -60,7 +63,10 @@ class GenerateRequest(_message.Message):
     slo: str
     include_stop_str_in_output: bool
     include_details: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., session_id: _Optional[str] = ..., priority: _Optional[int] = ..., slo: _Optional[str] = ..., include_stop_str_in_output: _Optional[bool] = ..., include_details: _Optional[bool] = ...) -> None: ...
+    cache_salt: str
+    prefill_worker: str
+    decode_worker: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., session_id: _Optional[str] = ..., priority: _Optional[int] = ..., slo: _Optional[str] = ..., include_stop_str_in_output: _Optional[bool] = ..., include_details: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "json_object", "json_schema", "regex", "choice")
@@ -162,7 +168,14 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queue_seconds", "prefill_seconds", "transfer_seconds", "decode_seconds", "ttft_seconds", "tpot_seconds", "kv_bytes", "num_cached_tokens", "num_retries", "num_replayed_tokens", "prefill_worker", "decode_worker", "path")
+    __slots__ = ("queue_seconds", "prefill_seconds", "transfer_seconds", "decode_seconds", "ttft_seconds", "tpot_seconds", "kv_bytes", "num_cached_tokens", "num_retries", "num_replayed_tokens", "prefill_worker", "decode_worker", "path", "cost_ms", "session_kv")
+    class CostMsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +189,8 @@ class Timeline(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    COST_MS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_KV_FIELD_NUMBER: _ClassVar[int]
     queue_seconds: float
     prefill_seconds: float
     transfer_seconds: float
@@ -189,7 +204,9 @@ class Timeline(_message.Message):
     prefill_worker: str
     decode_worker: str
     path: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_retries: _Optional[int] = ..., num_replayed_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., path: _Optional[_Iterable[str]] = ...) -> None: ...
+    cost_ms: _containers.ScalarMap[str, float]
+    session_kv: str
+    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_retries: _Optional[int] = ..., num_replayed_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., path: _Optional[_Iterable[str]] = ..., cost_ms: _Optional[_Mapping[str, float]] = ..., session_kv: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat", "add_special_tokens")

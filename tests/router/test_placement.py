@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 from collections import Counter
+from typing import get_args
 
 import pytest
 
-from jpd.config import SloConfig
+from jpd.cache.page_hashes import page_hashes
+from jpd.config import PolicyName, SloConfig
 from jpd.errors import OverloadedError, RequestError, WorkerError, WorkerLostError
-from tests.router.rig import Rig, counted, rig
+from tests.router.rig import PAGE_SIZE, Rig, counted, rig
 from tests.router.virtual_time import virtual
 from tests.support.fake_worker import FakeWorker, one_each
 
@@ -382,3 +384,101 @@ async def test_cancelling_in_the_middle_of_a_reservation_frees_what_the_worker_g
             await task
         await asyncio.sleep(0.1)
         assert r["d0"].num_held == 0 and r.view("d0").num_rows == 0
+
+
+@virtual
+async def test_b06_pins_hold_for_their_own_hop_and_a_wrong_role_is_the_clients_error() -> None:
+    async with rig(*fleet(2, 2)) as r:
+        for _ in range(3):
+            answer = await r.ask(r.request(decode_worker="d1"))
+            assert answer.timeline.decode_worker == "d1"
+            answer = await r.ask(r.request(prefill_worker="p0"))
+            assert answer.timeline.prefill_worker == "p0"
+        assert prefills(r)["p1"] > 0, "a pin of decode leaves prefill free"
+        for pin in ({"decode_worker": "p0"}, {"prefill_worker": "d0"}, {"decode_worker": "x"}):
+            with pytest.raises(RequestError, match="must be a worker that can") as caught:
+                await r.ask(r.request(**pin))
+            assert caught.value.field in pin
+        r["d1"].die("no power")
+        await asyncio.sleep(1.0)
+        with pytest.raises(WorkerError, match="no decode worker is available"):
+            await r.ask(r.request(decode_worker="d1"))
+
+
+@virtual
+async def test_b14_a_worker_that_began_anew_is_not_credited_with_what_it_lost() -> None:
+    prompt = tuple(range(64))
+    workers = fleet(2, 1, prefix_cache=True, slots=64, pages=4000, prefill_token_seconds=0.01)
+    async with rig(*workers) as r:
+        first = (await r.ask(r.request(prompt))).timeline.prefill_worker
+        await asyncio.sleep(1.0)
+        for _ in range(3):
+            answer = await r.ask(r.request((*prompt, 1)))
+            assert answer.timeline.prefill_worker == first
+            assert answer.timeline.num_cached_tokens == 64
+        index = r.router._parts.fleet.prefixes
+        assert index.match(r[first]._prefixes and tuple(r[first]._prefixes)[:4])[first] == 4
+        r[first].die()
+        await asyncio.sleep(1.0)
+        r[first].revive()
+        await asyncio.sleep(1.0)
+        assert first not in index.match(tuple(r["d0"]._prefixes or ())[:4])
+        asked = {(await r.ask(r.request((*prompt, n)))).timeline.prefill_worker for n in range(2)}
+        assert asked, "it is served all the same"
+
+
+@virtual
+async def test_b14_evicted_pages_are_not_credited() -> None:
+    prompt = tuple(range(64))
+    async with rig(*fleet(2, 1, prefix_cache=True)) as r:
+        home = (await r.ask(r.request(prompt))).timeline.prefill_worker
+        await asyncio.sleep(1.0)
+        r[home].evict(prompt)
+        await asyncio.sleep(1.0)
+        hashes = page_hashes(prompt, PAGE_SIZE)
+        assert home not in r.router._parts.fleet.prefixes.match(hashes)
+
+
+@virtual
+async def test_prefixes_of_another_salt_are_neither_hit_nor_followed() -> None:
+    prompt = tuple(range(64))
+    async with rig(*fleet(1, 1, prefix_cache=True)) as r:
+        await r.ask(r.request(prompt, cache_salt="a"))
+        again = await r.ask(r.request((*prompt, 1), cache_salt="a"))
+        other = await r.ask(r.request((*prompt, 1), cache_salt="b"))
+        bare = await r.ask(r.request((*prompt, 1)))
+        cached = [answer.timeline.num_cached_tokens for answer in (again, other, bare)]
+        assert cached == [64, 0, 0]
+
+
+@virtual
+async def test_the_answer_says_why_these_workers_and_what_became_of_the_sessions_kv() -> None:
+    prompt = tuple(range(64))
+    async with rig(*fleet(1, 2, prefix_cache=True, step_seconds=0.01)) as r:
+        first = (await r.ask(r.request(prompt, session_id="s"))).timeline
+        assert first.session_kv == "new"
+        assert {"prefill", "decode"} <= first.cost_ms.keys()
+        turn = (*prompt, *counted(prompt, 5), 9)
+        assert (await r.ask(r.request(turn, session_id="s"))).timeline.session_kv == "kept"
+        r[first.decode_worker].die()
+        await asyncio.sleep(1.0)
+        moved = (await r.ask(r.request((*turn, 8), session_id="s"))).timeline
+        assert moved.session_kv == "moved" and moved.decode_worker != first.decode_worker
+        for worker in r.workers.values():
+            worker.evict((*turn, 8))
+        await asyncio.sleep(1.0)
+        assert (await r.ask(r.request((*turn, 7), session_id="s"))).timeline.session_kv == "dropped"
+        assert (await r.ask(r.request(turn))).timeline.session_kv == ""
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+@virtual
+async def test_every_policy_serves_a_mixed_load(name: str) -> None:
+    workers = fleet(3, 3, prefix_cache=True, step_seconds=0.01, prefill_token_seconds=0.001)
+    async with rig(*workers, policy=name) as r:
+        requests = [
+            r.request((n % 5,) * (16 * (n % 4) + 1), session_id=f"s{n % 6}" if n % 2 else None)
+            for n in range(40)
+        ]
+        answers = await asyncio.gather(*map(r.ask, requests))
+        assert all(answer.finish_reason == "length" for answer in answers)

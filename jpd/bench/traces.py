@@ -1,0 +1,161 @@
+"""Request traces: read from a file, or made up, in several shapes.
+
+A trace is a list of requests, each with the ids of the pages its prompt is made of: two requests
+share KV as far as their first pages have the same ids. Called by `jpd.bench.router_replay`.
+"""
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jpd.errors import ConfigError, Problem
+
+TRACE_PAGE_SIZE = 512
+FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace."""
+
+    arrival_seconds: float
+    num_tokens: int
+    num_output_tokens: int
+    page_ids: tuple[int, ...]  # the last page may be partly filled
+
+
+Trace = Sequence[TraceRequest]
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """JSON lines: timestamp (ms), input_length, output_length, hash_ids (of 512-token pages).
+
+    Requests of one timestamp are spread until the next. Raises ConfigError.
+    """
+    requests = []
+    try:
+        with path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                requests.append(_read_line(line, path, number))
+    except OSError as error:
+        raise ConfigError([Problem("jpd bench", "--trace", str(path), str(error))]) from error
+    if not requests:
+        raise ConfigError([Problem("jpd bench", "--trace", str(path), "holds no requests")])
+    return _spread(sorted(requests, key=lambda request: request.arrival_seconds))
+
+
+def _read_line(line: str, path: Path, number: int) -> TraceRequest:
+    try:
+        row = json.loads(line)
+        milliseconds, num_tokens, num_output_tokens, page_ids = (row[name] for name in FIELDS)
+        return TraceRequest(
+            float(milliseconds) / 1e3,
+            int(num_tokens),
+            max(1, int(num_output_tokens)),
+            tuple(int(page_id) for page_id in page_ids),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        rule = f"each line must be a JSON object with {', '.join(FIELDS)}: {error!r}"
+        raise ConfigError([Problem(str(path), f"line {number}", line[:80], rule)]) from error
+
+
+def _spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    ticks = [
+        list(group)
+        for _, group in itertools.groupby(requests, key=lambda request: request.arrival_seconds)
+    ]
+    spread = []
+    for tick, following in itertools.zip_longest(ticks, ticks[1:]):
+        start = tick[0].arrival_seconds
+        gap = following[0].arrival_seconds - start if following else 0.0
+        for place, request in enumerate(tick):
+            arrival = start + gap * place / len(tick)
+            spread.append(
+                TraceRequest(
+                    arrival, request.num_tokens, request.num_output_tokens, request.page_ids
+                )
+            )
+    return spread
+
+
+class _Author:
+    """Writes requests with new page ids where nothing is shared."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self._page_ids = itertools.count(1)
+
+    def pages(self, count: int) -> tuple[int, ...]:
+        return tuple(itertools.islice(self._page_ids, count))
+
+    def arrivals(self, count: int, per_second: float) -> Iterator[float]:
+        times = (self.draw.expovariate(per_second) for _ in range(count))
+        return itertools.accumulate(times)
+
+    def request(self, arrival: float, page_ids: tuple[int, ...]) -> TraceRequest:
+        num_tokens = TRACE_PAGE_SIZE * len(page_ids) - self.draw.randrange(TRACE_PAGE_SIZE)
+        return TraceRequest(arrival, num_tokens, self.draw.randint(50, 500), page_ids)
+
+
+def uniform(num_requests: int, seed: int = 0) -> list[TraceRequest]:
+    """Nothing is shared."""
+    author = _Author(seed)
+    return [
+        author.request(arrival, author.pages(author.draw.randint(1, 40)))
+        for arrival in author.arrivals(num_requests, 4.0)
+    ]
+
+
+def sessions(num_requests: int, seed: int = 0) -> list[TraceRequest]:
+    """Conversations of some ten turns, each a few pages longer; one page is everybody's."""
+    author = _Author(seed)
+    common = author.pages(1)
+    live = [common + author.pages(4) for _ in range(max(4, num_requests // 40))]
+    requests = []
+    for arrival in author.arrivals(num_requests, 4.0):
+        place = author.draw.randrange(len(live))
+        if author.draw.random() < 0.1:
+            live[place] = common + author.pages(author.draw.randint(1, 20))
+        live[place] += author.pages(author.draw.randint(1, 4))
+        requests.append(author.request(arrival, live[place]))
+    return requests
+
+
+def shared_prompts(num_requests: int, seed: int = 0) -> list[TraceRequest]:
+    """System prompts of several sizes, a few of them popular, and a question of one's own."""
+    author = _Author(seed)
+    prompts = [author.pages(size) for size in (1, 2, 4, 8, 16, 32, 64) for _ in range(3)]
+    weights = [1.0 / (place + 1) for place in range(len(prompts))]
+    author.draw.shuffle(prompts)
+    return [
+        author.request(arrival, prompt + author.pages(author.draw.randint(1, 8)))
+        for arrival, prompt in zip(
+            author.arrivals(num_requests, 4.0),
+            author.draw.choices(prompts, weights, k=num_requests),
+            strict=True,
+        )
+    ]
+
+
+def bursts(num_requests: int, seed: int = 0) -> list[TraceRequest]:
+    """Nothing for a while, then forty at once about the same document."""
+    author = _Author(seed)
+    requests = []
+    for number in range(-(-num_requests // 40)):
+        document = author.pages(author.draw.randint(4, 40))
+        requests += [
+            author.request(10.0 * number + place * 0.01, document + author.pages(1))
+            for place in range(40)
+        ]
+    return requests[:num_requests]
+
+
+SYNTHETIC: Mapping[str, Callable[[int], list[TraceRequest]]] = {
+    "uniform": uniform,
+    "sessions": sessions,
+    "shared prompts": shared_prompts,
+    "bursts": bursts,
+}

@@ -1,0 +1,249 @@
+"""What a placement costs, in milliseconds: the prompt on one worker, the answer on another.
+
+    queue      prompts that came before            prefill   the uncached tokens
+    duplicate  pages that are stored elsewhere     balance   prefilled more than peers
+    transfer   bytes that the decode worker lacks  stall     rows stopped by a local prefill
+    decode     the answer at the batch's pace      batch     what it slows the others down
+    headroom   rows and pages that are left
+
+Rates are measured: see `jpd.router.rates`. Pure functions over a snapshot; called by
+`jpd.router.policies` and, for what is told of a decision, by `jpd.router.placement`.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from operator import itemgetter
+from typing import NamedTuple
+
+from jpd.router.policy import (
+    Fleet,
+    Wishes,
+    WorkerView,
+    capable_prefills,
+    decode_load,
+    forced_path,
+    free_decoders,
+    may_be_local,
+)
+
+DUPLICATE_WEIGHT = 7.0
+"""A page computed twice costs its time, and another page its place: counted as seven more."""
+MOST_DUPLICATE_SECONDS = 4.0
+"""No cache is worth a longer wait than this."""
+BALANCE_WEIGHT = 0.02
+"""Of the work done more than a peer of late: decides among equals, so that caches age alike."""
+FAIR_EXCESS, MOST_EXCESS = 0.05, 0.15
+"""Share of work above the mean that no prefix justifies: from the first on it costs, at the second
+as much as the whole prompt would anywhere. So a popular prefix spreads before its worker is hot."""
+FEW_PROMPTS = 8
+"""So many prompts more are no excess yet: a fleet that has just begun is never even."""
+HEADROOM_WEIGHT = 0.5
+NUM_PAIRED = 4
+"""Best of each side that are weighed in pairs."""
+TIE_SECONDS = 0.001
+TIE_SHARE = 0.02
+"""Costs that differ by less are equal: work goes round."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostTerms:
+    """Milliseconds, by what they are for."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    duplicate: float = 0.0
+    balance: float = 0.0
+    transfer: float = 0.0
+    stall: float = 0.0
+    decode: float = 0.0
+    batch: float = 0.0
+    headroom: float = 0.0
+
+    def rounded(self) -> dict[str, float]:
+        """The terms that are there, for people to read."""
+        return {name: round(value, 3) for name, value in asdict(self).items() if value >= 0.001}
+
+
+class Peers(NamedTuple):
+    """What a prefill on one worker is compared with."""
+
+    most_cached: int  # tokens of the prompt on the worker that holds most
+    mean_slope: float  # seconds a token
+    least_recent: float  # seconds of work of late, of the least used one
+    mean_recent: float
+
+
+def peers_of(views: Sequence[WorkerView], wishes: Wishes) -> Peers:
+    if not views:
+        return Peers(0, 0.0, 0.0, 0.0)
+    cached = wishes.cached_tokens
+    most_cached = max([cached.get(view.name, 0) for view in views]) if cached else 0
+    slopes = [view.prefill_line.slope for view in views]
+    recent = [view.recent_tokens * view.prefill_line.slope for view in views]
+    scale, number = wishes.recent_scale, len(views)
+    return Peers(
+        most_cached, sum(slopes) / number, min(recent) * scale, sum(recent) * scale / number
+    )
+
+
+def duplicate_seconds(num_cached: int, peers: Peers) -> float:
+    """The price of storing once more what another worker holds."""
+    again = max(0, peers.most_cached - num_cached)
+    return min(MOST_DUPLICATE_SECONDS, DUPLICATE_WEIGHT * peers.mean_slope * again)
+
+
+def balance_seconds(view: WorkerView, wishes: Wishes, peers: Peers) -> float:
+    """The price of having done more than the others of late."""
+    recent = view.recent_tokens * wishes.recent_scale * view.prefill_line.slope
+    price = BALANCE_WEIGHT * (recent - peers.least_recent)
+    whole = peers.mean_slope * wishes.num_tokens
+    excess = (recent - peers.mean_recent) / (peers.mean_recent + FEW_PROMPTS * whole + 1e-9)
+    if excess > FAIR_EXCESS:
+        share = (excess - FAIR_EXCESS) / (MOST_EXCESS - FAIR_EXCESS)
+        price += share * (1.0 + DUPLICATE_WEIGHT) * whole
+    return price
+
+
+def prefill_seconds(view: WorkerView, num_uncached: int) -> float:
+    """Until the first token: what is before it, and itself."""
+    line = view.prefill_line
+    queue = line.base * view.num_prefills + line.slope * view.num_prefill_tokens
+    return queue + line.base + line.slope * num_uncached
+
+
+def prefill_cost(view: WorkerView, wishes: Wishes, peers: Peers) -> float:
+    """Seconds: time to the first token, and what it does to the caches of the fleet."""
+    line, cached = view.prefill_line, wishes.cached_tokens.get(view.name, 0)
+    return (
+        line.base * (view.num_prefills + 1)
+        + line.slope * (view.num_prefill_tokens + max(1, wishes.num_tokens - cached))
+        + duplicate_seconds(cached, peers)
+        + balance_seconds(view, wishes, peers)
+    )
+
+
+def transfer_seconds(sender: WorkerView, receiver: WorkerView, wishes: Wishes) -> float:
+    num_bytes = wishes.num_uncached(receiver.name) * receiver.kv_bytes_per_token
+    return sender.link_to(receiver.name).at(num_bytes)
+
+
+def stall_seconds(view: WorkerView, wishes: Wishes, num_rows: int) -> float:
+    """What a prefill on the decode worker takes from its rows, all together."""
+    line = view.prefill_line
+    return num_rows * (line.base + line.slope * wishes.num_uncached(view.name))
+
+
+def decode_cost(view: WorkerView, wishes: Wishes) -> float:
+    """Seconds: the answer's own, what it adds to those of the others, and scarcity."""
+    line, num_rows = view.step_line, view.num_rows
+    step = line.base + line.slope * (num_rows + 1)
+    rows = (num_rows + 1) / max(1, view.num_slots)
+    pages = (view.num_reserved_pages + wishes.row.num_pages) / max(1, view.num_pages)
+    share = max(rows, pages)
+    scarce = HEADROOM_WEIGHT * step * share
+    return wishes.num_output_tokens * (step + line.slope * num_rows + scarce)
+
+
+def local_cost(view: WorkerView, wishes: Wishes, peers: Peers, num_rows: int) -> float:
+    """Seconds of a prefill on the decode worker, whose other rows stand still meanwhile."""
+    return prefill_cost(view, wishes, peers) + stall_seconds(view, wishes, num_rows)
+
+
+def remote_cost(view: WorkerView, decoder: WorkerView, wishes: Wishes, peers: Peers) -> float:
+    return prefill_cost(view, wishes, peers) + transfer_seconds(view, decoder, wishes)
+
+
+def rank_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
+    """Decode workers by the cost of the best pair that each can be part of, best first."""
+    decoders = free_decoders(fleet, wishes)
+    prefills = capable_prefills(fleet, None, wishes)
+    peers = peers_of(prefills or decoders, wishes)
+    costs = [(prefill_cost(view, wishes, peers), view) for view in prefills]
+    best = heapq.nsmallest(NUM_PAIRED, costs, key=itemgetter(0))
+    own, rest = [(decode_cost(view, wishes), view) for view in decoders], []
+    if len(own) > 2 * NUM_PAIRED and not any(view.role == "colocated" for view in decoders):
+        own.sort(key=itemgetter(0))
+        own, rest = own[: 2 * NUM_PAIRED], [view for _, view in own[2 * NUM_PAIRED :]]
+    pairs = [(cost + _best_prefill(view, best, wishes, peers), view) for cost, view in own]
+    return by_cost(pairs) + rest
+
+
+def _best_prefill(
+    decoder: WorkerView,
+    senders: Sequence[tuple[float, WorkerView]],
+    wishes: Wishes,
+    peers: Peers,
+) -> float:
+    """Seconds of the best way to prefill for this decode worker, itself included if it may."""
+    name, num_uncached = decoder.name, wishes.num_uncached(decoder.name)
+    num_bytes = num_uncached * decoder.kv_bytes_per_token
+    least = math.inf
+    for cost, sender in senders:
+        line = sender.links.get(name, sender.link_line)
+        cost += line.base + line.slope * num_bytes
+        if cost < least and sender.name != name:
+            least = cost
+    if may_be_local(decoder, num_uncached, wishes.local_prefill_tokens) or least == math.inf:
+        least = min(least, local_cost(decoder, wishes, peers, decoder.num_rows))
+    return least
+
+
+def rank_prefills(fleet: Fleet, decoder: WorkerView, wishes: Wishes) -> list[WorkerView]:
+    """Prefill workers for this decode worker, best first."""
+    views = capable_prefills(fleet, decoder.name, wishes)
+    peers = peers_of(views, wishes)
+    return by_cost([(remote_cost(view, decoder, wishes, peers), view) for view in views])
+
+
+def by_cost(costs: list[tuple[float, WorkerView]]) -> list[WorkerView]:
+    """Cheapest first; as good as the cheapest: who was chosen least lately."""
+    if not costs:
+        return []
+    least = min(costs, key=itemgetter(0))[0]
+    tie = least + TIE_SECONDS + TIE_SHARE * least
+    costs.sort(key=lambda pair: (0.0, pair[1].last_chosen) if pair[0] <= tie else (pair[0], 0))
+    return [view for _, view in costs]
+
+
+def is_local_cheaper(decoder: WorkerView, prefill: WorkerView | None, wishes: Wishes) -> bool:
+    """Whether the suffix should be prefilled where it is decoded. Its own row is not stalled."""
+    choice = forced_path(decoder, wishes)
+    if choice is not None:
+        return choice == "local"
+    num_uncached = wishes.num_uncached(decoder.name)
+    if decoder.role == "colocated":
+        return True
+    if not may_be_local(decoder, num_uncached, wishes.local_prefill_tokens):
+        return False
+    if prefill is None:
+        return True
+    there = prefill_seconds(prefill, wishes.num_uncached(prefill.name))
+    there += transfer_seconds(prefill, decoder, wishes)
+    here = prefill_seconds(decoder, num_uncached)
+    here += stall_seconds(decoder, wishes, max(0, decoder.num_rows - 1))
+    return here <= there + TIE_SECONDS
+
+
+def explain(decoder: WorkerView, prefill: WorkerView, wishes: Wishes, fleet: Fleet) -> CostTerms:
+    """The terms of a placement that was chosen, the request itself not counted in the views."""
+    is_local = decoder.name == prefill.name
+    views = [decoder] if is_local else capable_prefills(fleet, decoder.name, wishes)
+    peers = peers_of(views, wishes)
+    line, step = prefill.prefill_line, decoder.step_line
+    cached = wishes.cached_tokens.get(prefill.name, 0)
+    num_rows, length = max(0, decoder.num_rows - 1), 1e3 * wishes.num_output_tokens
+    pace = step.at(num_rows + 1)
+    share = decode_load(decoder)
+    return CostTerms(
+        queue=1e3 * (line.base * prefill.num_prefills + line.slope * prefill.num_prefill_tokens),
+        prefill=1e3 * line.at(wishes.num_uncached(prefill.name)),
+        duplicate=1e3 * duplicate_seconds(cached, peers),
+        balance=1e3 * balance_seconds(prefill, wishes, peers),
+        transfer=0.0 if is_local else 1e3 * transfer_seconds(prefill, decoder, wishes),
+        stall=1e3 * stall_seconds(decoder, wishes, num_rows) if is_local else 0.0,
+        decode=length * pace,
+        batch=length * step.slope * num_rows,
+        headroom=length * HEADROOM_WEIGHT * pace * share,
+    )
