@@ -22,7 +22,7 @@ Benchmark = Callable[[argparse.Namespace], Sequence[Result]]
 
 
 def _router(options: argparse.Namespace) -> Sequence[Result]:
-    return router.run()
+    return router.run(trace=options.trace, is_quick=options.quick)
 
 
 def _engine(options: argparse.Namespace) -> Sequence[Result]:
@@ -58,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh", default="1p1d-cpu", metavar="F", help="of serving; default 1p1d-cpu"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="of router: replay this one too (JSON lines)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer runs: engine in two minutes")
     parser.add_argument("--strict", action="store_true", help="exit 1 on a missed target")
 

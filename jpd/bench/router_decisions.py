@@ -9,6 +9,7 @@ import itertools
 import random
 import time
 import tracemalloc
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jpd.bench.results import Result
@@ -141,8 +142,7 @@ class DecisionRig:
         return seconds
 
     def _prompt(self) -> tuple[int, ...]:
-        draw = self._random.randrange
-        return tuple(draw(1 << 17) for _ in range(self._num_pages * PAGE_SIZE))
+        return tuple(array("H", self._random.randbytes(2 * self._num_pages * PAGE_SIZE)))
 
     def _decide(self, number: int, prompt: Sequence[int]) -> tuple[str, int, str]:
         placement, fleet = self.placement, self.fleet
@@ -193,7 +193,7 @@ def results(index_sizes: Sequence[int], num_decisions: int) -> list[Result]:
     cases += [(f"{n} workers", (n, PROMPT_PAGES, INDEX_PAGES)) for n in GROWTH_WORKERS]
     cases += [(f"index of {n:,}", (NUM_WORKERS, PROMPT_PAGES, n)) for n in index_sizes]
     for name, (num_workers, num_pages, index_pages) in cases:
-        count = max(50, num_decisions * 64 // max(64, num_workers * 4, num_pages))
+        count = max(20, num_decisions * 64 // max(64, num_workers * 4, num_pages))
         seconds = sorted(DecisionRig(num_workers, num_pages, index_pages).measure(count))
         found.append(Result(f"decision p50, {name}", _percentile(seconds, 50), "us"))
         found.append(Result(f"decision p99, {name}", _percentile(seconds, 99), "us"))

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from jpd.bench.results import Result
 from jpd.bench.router_decisions import PaperWorker, make_fleet
 from jpd.bench.traces import TRACE_PAGE_SIZE, Trace, TraceRequest
 from jpd.cache.prefix_log import PrefixLog
@@ -23,6 +24,9 @@ CACHE_TOKENS = 3_000_000
 TOKENS_PER_SECOND = 40_000.0
 STEP_SECONDS = 0.02
 POLL_SECONDS = 0.25
+HIT_SHARE = 0.955
+"""Of the hits of one cache without bound, to be kept with the caches of eight workers."""
+MOST_IMBALANCE = 1.2
 NUM_DECODERS, SLOTS, DECODE_PAGES = 4, 4096, 1 << 24
 
 
@@ -80,7 +84,7 @@ class Replay:
         workers += [
             PaperWorker(f"decode-{n}", "decode", SLOTS, DECODE_PAGES) for n in range(NUM_DECODERS)
         ]
-        num_index_pages = 2 * len(workers) * cache_tokens // TRACE_PAGE_SIZE
+        num_index_pages = 4 * len(workers) * cache_tokens // TRACE_PAGE_SIZE
         self._fleet = make_fleet(workers, lambda: self._now, num_index_pages)
         self._placement = Placement(self._fleet, RouterConfig(policy=policy), TRACE_PAGE_SIZE)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -158,3 +162,40 @@ class Replay:
 
     def _at(self, time: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), happen))
+
+
+def best_hit_rate(trace: Trace) -> float:
+    """Of one cache without bound: no router can do better."""
+    seen: set[int] = set()
+    num_hits = 0
+    for request in trace:
+        num_hits += sum(1 for _ in itertools.takewhile(seen.__contains__, request.page_ids))
+        seen.update(request.page_ids)
+    return num_hits / sum(len(request.page_ids) for request in trace)
+
+
+def results(name: str, trace: Trace, policies: Sequence[PolicyName]) -> list[Result]:
+    """What each policy makes of a trace; the first one has targets to meet."""
+    best = best_hit_rate(trace)
+    found = [Result(f"{name}: page hit rate of one cache without bound", best, "")]
+    for policy in policies:
+        done = Replay(policy).run(trace)
+        is_held = policy == policies[0]
+        found += [
+            Result(
+                f"{name}, {policy}: page hit rate",
+                done.hit_rate,
+                "",
+                HIT_SHARE * best if is_held else None,
+                at_most=False,
+            ),
+            Result(
+                f"{name}, {policy}: most loaded / mean",
+                done.imbalance,
+                "",
+                MOST_IMBALANCE if is_held else None,
+            ),
+            Result(f"{name}, {policy}: TTFT mean", done.mean_ttft_seconds, "s"),
+            Result(f"{name}, {policy}: TTFT p99", done.p99_ttft_seconds, "s"),
+        ]
+    return found

@@ -2,7 +2,7 @@
 
 1. `match` gives, for the page hashes of a prompt, how many leading pages each worker holds.
 2. `apply` takes in what a worker says has changed; a snapshot replaces what was known of it.
-3. `expect` counts a prompt just prefilled as held at once; what its worker does not confirm by the
+3. `expect` counts a prompt just prefilled as held and used; what its worker does not confirm by the
    second report is dropped again.
 
 A prefix is held whole or cut at its end, so its length is found by bisection. Bounded: `_Pages`.
@@ -24,7 +24,8 @@ MIN_WORKER_PAGES = 2
 class _Pages:
     """Pages of one worker, in two generations: when the young one is full, the old one goes.
 
-    What requests use is young again, so hot prefixes outlive any number of prompts used once.
+    So a worker that holds no more than half the budget is known whole. What requests use is young
+    again, so hot prefixes outlive any number of prompts used once.
     """
 
     budget: int
@@ -45,7 +46,7 @@ class _Pages:
         for page_hash in page_hashes:
             self.young.add(page_hash)
             self.old.discard(page_hash)
-            if len(self.young) + len(self.old) > self.budget:
+            if 2 * len(self.young) > self.budget:
                 self.old, self.young = self.young, set()
 
     def remove(self, page_hashes: Iterable[int]) -> None:
@@ -106,12 +107,6 @@ class PrefixIndex:
                     found[name] = num_pages
         return found
 
-    def touch(self, worker: str, page_hashes: Sequence[int]) -> None:
-        """These are used again: they are not the next to be dropped."""
-        pages = self._pages[worker]
-        if pages.old:
-            pages.add([known for known in page_hashes if known in pages.old])
-
     def position(self, worker: str) -> tuple[str, int]:
         """Incarnation and number of the last change heard of."""
         pages = self._pages[worker]
@@ -135,12 +130,14 @@ class PrefixIndex:
         pages.incarnation, pages.sequence = changes.incarnation, changes.sequence
 
     def expect(self, worker: str, page_hashes: Sequence[int]) -> None:
-        """The worker has just computed these and will say so; nothing for one that never does."""
+        """The worker has just used these: those it had to compute it will tell of.
+
+        They are not the next to be dropped. Nothing for a worker that never tells.
+        """
         pages = self._pages[worker]
         if pages.incarnation:
-            new = [known for known in page_hashes if known not in pages]
-            pages.expected.update(new)
-            pages.add(new)
+            pages.expected.update(known for known in page_hashes if known not in pages)
+            pages.add([known for known in page_hashes if known not in pages.young])
 
     def settle(self, worker: str) -> None:
         """A report of the worker is in: drop what was expected before the one before it."""

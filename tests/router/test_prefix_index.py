@@ -73,7 +73,7 @@ def test_h01_the_index_is_bounded_and_hot_prefixes_survive() -> None:
         prompt = page_hashes((number, *range(63)), 16)
         told(index, name, *prompt)
         if number % 10 == 0:
-            index.touch(name, hot)
+            index.expect(name, hot)
         assert len(index) <= 16_000
     assert len(index) > 8_000
     assert index.match(hot) == dict.fromkeys(workers, 4)
