@@ -19,7 +19,7 @@ from jpd.config import RouterConfig
 from jpd.metrics import Metrics
 from jpd.router.fleet import Fleet
 from jpd.router.placement import Placement
-from jpd.router.policy import Wishes
+from jpd.router.policy import Row, Wishes
 from jpd.router.prefix_index import PrefixIndex
 from jpd.worker.protocol import (
     Attempt,
@@ -120,6 +120,7 @@ class DecisionRig:
         self.fleet = make_fleet(workers, time.monotonic, 4 * index_pages + 1000 * num_workers)
         self.placement = Placement(self.fleet, RouterConfig(local_prefill_tokens=128), PAGE_SIZE)
         self._random, self._num_pages = random.Random(0), num_pages
+        self._row = Row(num_pages + 1, grows=True)
         self._given: list[tuple[str, int, str]] = []
         self._seen = [self._prompt() for _ in range(4)]
         fill_index(self.fleet.prefixes, [worker.name for worker in workers], index_pages)
@@ -138,7 +139,7 @@ class DecisionRig:
             if len(self._given) > len(self.fleet.entries) * NUM_IN_FLIGHT_PER_WORKER:
                 prefill, num_tokens, decode = self._given.pop(0)
                 self.fleet.give_prefill(prefill, num_tokens)
-                self.fleet.give_row(decode, self._num_pages + 1)
+                self.fleet.give_row(decode, self._row)
         return seconds
 
     def _prompt(self) -> tuple[int, ...]:
@@ -148,10 +149,12 @@ class DecisionRig:
         placement, fleet = self.placement, self.fleet
         hashes = page_hashes(prompt, PAGE_SIZE)
         placement.note_prompt(len(prompt))
-        wishes = Wishes(num_pages=self._num_pages + 1, num_tokens=len(prompt), draw=number)
+        wishes = Wishes(
+            self._row, num_sequence_pages=self._num_pages + 4, num_tokens=len(prompt), draw=number
+        )
         wishes = placement.complete(wishes, hashes, OUTPUT_TOKENS)
         decoder = placement.rank_decoders(wishes)[0].name
-        fleet.take_row(decoder, wishes.num_pages)
+        fleet.take_row(decoder, self._row)
         choice = placement.choose(decoder, wishes.cached_tokens.get(decoder, 0), wishes)
         assert choice is not None, "a prefill worker is always there"
         fleet.take_prefill(choice.prefill.name, choice.num_uncached_tokens)

@@ -17,7 +17,7 @@ from jpd.bench.traces import TRACE_PAGE_SIZE, Trace, TraceRequest
 from jpd.cache.prefix_log import PrefixLog
 from jpd.config import PolicyName, RouterConfig
 from jpd.router.placement import Choice, Placement
-from jpd.router.policy import Wishes
+from jpd.router.policy import Row, Wishes
 
 NUM_WORKERS = 8
 CACHE_TOKENS = 3_000_000
@@ -124,16 +124,17 @@ class Replay:
     def _serve(self, request: TraceRequest, number: int) -> None:
         """Place a request as a journey does, and let its workers do their part."""
         num_pages = -(-(request.num_tokens + request.num_output_tokens) // TRACE_PAGE_SIZE)
-        wishes = Wishes(num_pages=num_pages, num_tokens=request.num_tokens, draw=number * 7919)
+        row = Row(num_pages)
+        wishes = Wishes(row, num_pages, num_tokens=request.num_tokens, draw=number * 7919)
         self._placement.note_prompt(request.num_tokens)
         wishes = self._placement.complete(wishes, request.page_ids, request.num_output_tokens)
         decoder = self._placement.rank_decoders(wishes)[0].name
-        self._fleet.take_row(decoder, num_pages)
+        self._fleet.take_row(decoder, row)
         choice = self._placement.choose(decoder, 0, wishes)
         assert choice is not None, "prefill workers are always there"
-        self._prefill(request, choice, num_pages)
+        self._prefill(request, choice, row)
 
-    def _prefill(self, request: TraceRequest, choice: Choice, num_pages: int) -> None:
+    def _prefill(self, request: TraceRequest, choice: Choice, row: Row) -> None:
         name, counted = choice.prefill.name, choice.num_uncached_tokens
         cache = self._caches[name]
         self._fleet.take_prefill(name, counted)
@@ -154,7 +155,7 @@ class Replay:
 
         def decoded() -> None:
             self._fleet.see_step(choice.decode.name, STEP_SECONDS)
-            self._fleet.give_row(choice.decode.name, num_pages)
+            self._fleet.give_row(choice.decode.name, row)
             self._placement.note_output(request.num_output_tokens)
 
         self._at(end, prefilled)
