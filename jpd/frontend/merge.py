@@ -19,13 +19,14 @@ class _End:
 
 
 async def merge(
-    groups: Sequence[Sequence[Callable[[], AsyncGenerator[Item, None]]]], max_running: int
+    groups: Sequence[Sequence[Callable[[], AsyncGenerator[Item, None]]]],
+    max_running: int,
+    num_ahead: int = 1,
 ) -> AsyncGenerator[Item, None]:
     """Items of all sources. The first error of any of them ends the merge and cancels the others.
 
-    The first source of a group goes ahead; the others start after its first item, because they can
-    then share the work it has done (the prompt's prefix). At most `max_running` sources run at a
-    time.
+    The first source of a group goes ahead; the others start after its `num_ahead` items, because
+    they can then share the work it has done. At most `max_running` sources run at a time.
     """
     queue: asyncio.Queue[Item | _End] = asyncio.Queue()
     room = asyncio.Semaphore(max_running)
@@ -36,7 +37,7 @@ async def merge(
             for number, source in enumerate(group):
                 gate = leader_started if number else None
                 signal = None if number else leader_started
-                pump = _pump(source, queue, room, gate, signal)
+                pump = _pump(source, queue, room, gate, signal, num_ahead)
                 tasks.append(asyncio.create_task(pump))
         running = len(tasks)
         while running:
@@ -59,6 +60,7 @@ async def _pump(
     room: asyncio.Semaphore,
     gate: asyncio.Event | None,
     signal: asyncio.Event | None,
+    num_ahead: int,
 ) -> None:
     """Moves the items of one source to the queue, between its gate and its end."""
     try:
@@ -67,7 +69,8 @@ async def _pump(
         async with room, aclosing(source()) as items:
             async for item in items:
                 queue.put_nowait(item)
-                if signal is not None:
+                num_ahead -= 1
+                if signal is not None and num_ahead <= 0:
                     signal.set()
     except Exception as error:
         queue.put_nowait(_End(error))

@@ -39,6 +39,10 @@ from jpd.request import (
 MAX_RUNNING_PER_JOB = 256
 """Sequences of one job that are with the router at a time; the others wait here."""
 
+NUM_ITEMS_AHEAD = 2
+"""Choices of one prompt follow its first one after two deltas: with its second token the prompt's
+KV is complete where it is decoded, and they share those pages instead of computing them."""
+
 Result = TypeVar("Result")
 
 
@@ -162,7 +166,7 @@ class TextService:
                 [partial(self._choice, prepared, first + sample, of_prompts) for sample in range(n)]
                 for first in range(0, prepared.num_choices, n)
             ]
-            source = merge(groups, MAX_RUNNING_PER_JOB)
+            source = merge(groups, MAX_RUNNING_PER_JOB, NUM_ITEMS_AHEAD)
         async with aclosing(source) as deltas:
             async for delta in deltas:
                 yield delta

@@ -20,6 +20,7 @@ from jpd.errors import JpdError, WorkerError, WorkerLostError
 from jpd.guidance.guide import Mask
 from jpd.transfer.protocol import ArrivedPiece, KVTransfer
 from jpd.worker.decode_attempts import DecodeAttempts, DecodeSink
+from jpd.worker.idle_check import IdleCheck
 from jpd.worker.inbox import Call, Inbox
 from jpd.worker.page_pool import PagePool
 from jpd.worker.prefill_attempts import PrefillAnswer, PrefillAttempts
@@ -75,6 +76,7 @@ class Worker:
         self._num_unknown_attempts = 0
         self._num_late_pieces = 0
         self._num_releases_told = 0
+        self._idle_check = IdleCheck(self.check_integrity, lambda: parts.pool.num_releases)
         self._turn_start_time: float | None = None
         self._last_step_time = clock()
         self._status = self._look()
@@ -174,6 +176,8 @@ class Worker:
             self._abandon_prefills(self._parts.decode.take_lost())
         if self._parts.prefill is not None:
             self._parts.prefill.step()
+        if not self._is_holding():
+            self._idle_check.run(self._turn_start_time)
         self._publish()
         self._turn_start_time = None
 
@@ -183,6 +187,8 @@ class Worker:
         if any(role.has_work for role in roles):
             return 0.0
         deadline = min(self._parts.pool.next_expiry, *(role.next_deadline for role in roles))
+        if not self._is_holding():
+            deadline = min(deadline, self._idle_check.next_time)
         return None if deadline == float("inf") else max(deadline - self._clock(), 0.001)
 
     def _handle(self, calls: list[Call]) -> None:

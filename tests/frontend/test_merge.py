@@ -52,6 +52,16 @@ async def test_the_others_of_a_group_wait_for_the_leaders_first_item() -> None:
         assert await anext(merged) == "f0"
 
 
+async def test_the_others_can_wait_for_more_than_one_item() -> None:
+    leader, follower = Source("l", 3), Source("f", 1)
+    async with aclosing(merge([[leader, follower]], 8, num_ahead=2)) as merged:
+        assert await anext(merged) == "l0"
+        assert not follower.started
+        assert await anext(merged) == "l1"
+        assert sorted([item async for item in merged]) == ["f0", "l2"]
+    assert [item async for item in merge([[Source("l", 1), Source("f", 1)]], 8, 2)] == ["l0", "f0"]
+
+
 async def test_a_leader_without_items_does_not_hold_up_its_group() -> None:
     items = [item async for item in merge([[Source("a", 0), Source("b", 1)]], 8)]
     assert items == ["b0"]

@@ -110,7 +110,9 @@ async def test_e19_prompt_is_prefilled_by_the_first_choice_before_the_others_sta
     await asyncio.sleep(0.003)
     assert len(router.requests) == 1
     await waiting
+    assert len(router.requests) == 1, "the prompt's KV may still be on its way"
     await anext(deltas)
+    await asyncio.sleep(0.003)
     assert len(router.requests) == 3
     await deltas.aclose()
 
