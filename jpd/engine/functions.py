@@ -53,7 +53,8 @@ class ModelFunctions:
         self.vocab_size = config.vocab_size
         self.mesh, self.spec, self.buckets, self.num_slots = mesh, spec, buckets, num_slots
         self.moves = PageMoves(spec, mesh)
-        params = abstract_params(config, dtype, AttentionBackend.on(attention, mesh))
+        backend = AttentionBackend.on(attention, mesh)
+        params = abstract_params(config, dtype, backend, is_split=mesh.size > 1)
         self._definition = params.graphdef
         self.param_shardings: tuple[NamedSharding, ...] = tuple(
             sharding_for(mesh, param.axes, param.shape) for param in params.specs

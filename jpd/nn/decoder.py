@@ -48,6 +48,8 @@ class Layer(nnx.Module):
         layer: LayerConfig,
         dtype: jnp.dtype,
         backend: AttentionBackend,
+        *,
+        is_split: bool,
     ) -> None:
         def norm() -> RMSNorm:
             shape, axes = (config.embed_dim,), ("embed",)
@@ -64,7 +66,7 @@ class Layer(nnx.Module):
                 int8=config.weights == "int8",
             )
         else:
-            self.moe = MoE(config, layer.moe, dtype)
+            self.moe = MoE(config, layer.moe, dtype, is_split=is_split)
         self.is_dense = layer.moe is None
         if config.norm_style != "post":
             self.attn_norm, self.mlp_norm = norm(), norm()
@@ -92,12 +94,21 @@ def _attention(
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer over a paged KV cache."""
+    """A decoder-only transformer over a paged KV cache; `is_split`: over several devices."""
 
-    def __init__(self, config: DecoderConfig, dtype: jnp.dtype, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: jnp.dtype,
+        backend: AttentionBackend,
+        *,
+        is_split: bool,
+    ) -> None:
         table, int8 = (config.vocab_size, config.embed_dim), config.weights == "int8"
         self.embed = Embedding(*table, dtype, int8=int8)
-        self.layers = nnx.List([Layer(config, layer, dtype, backend) for layer in config.layers])
+        self.layers = nnx.List(
+            [Layer(config, layer, dtype, backend, is_split=is_split) for layer in config.layers]
+        )
         self.final_norm = RMSNorm(
             (config.embed_dim,), dtype, ("embed",), eps=config.norm_eps, offset=config.norm_offset
         )

@@ -43,6 +43,14 @@ class Linear(nnx.Module):
         sums = jnp.einsum(self.product, x, weight.astype(x.dtype), preferred_element_type=wide)
         return (sums * self.scale[...]).astype(dtype or x.dtype)
 
+    def of_one(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """x [R, in] times part `index` of a weight [parts, in, out]."""
+        weight = self.weight[...][index]
+        if not self.int8:
+            return x @ weight
+        sums = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+        return (sums * self.scale[...][index]).astype(x.dtype)
+
 
 class Embedding(Linear):
     """One row per token of the vocabulary, which is also its column of the logits."""

@@ -1,7 +1,8 @@
 """Mixture of experts: the router's choice in its three kinds, and the experts.
 
-Every token goes through every expert and the weights of those not chosen are zero. That is exact,
-needs no capacity limit and no token ever leaves its device, at the price of arithmetic.
+Where devices share the experts, every token goes through every expert and the weights of those not
+chosen are zero. That is exact, needs no capacity limit and no token ever leaves its device, at the
+price of arithmetic. On CPU, with all experts on one device, only those that were chosen compute.
 """
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpd.nn.config import DecoderConfig, MoeConfig
+from jpd.nn.grouped import run_chosen
 from jpd.nn.layers import activation, param
 from jpd.nn.linear import Linear
 from jpd.nn.mlp import MLP
@@ -17,7 +19,9 @@ from jpd.nn.mlp import MLP
 class MoE(nnx.Module):
     """The routed experts of one layer, and the one that all tokens share."""
 
-    def __init__(self, config: DecoderConfig, moe: MoeConfig, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, moe: MoeConfig, dtype: jnp.dtype, *, is_split: bool
+    ) -> None:
         experts, embed, mlp = moe.num_experts, config.embed_dim, moe.expert_mlp_dim
         into, out = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
         self.router = param((embed, experts), dtype, ("embed", "routed"))
@@ -39,11 +43,34 @@ class MoE(nnx.Module):
             self.shared = MLP(
                 embed, shared_dim, dtype, act=config.activation, bias=config.mlp_bias, int8=int8
             )
-        self.moe, self.act, self.int8 = moe, config.activation, int8
+        self.moe, self.act, self.int8, self.is_split = moe, config.activation, int8, is_split
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, T, D] → the same shape."""
         weights = self._weights(x).astype(x.dtype)
+        if self.is_split:
+            out = self._run_all(x, weights)
+        else:
+            out = jax.lax.platform_dependent(
+                x, weights, cpu=self._run_chosen, default=self._run_all
+            )
+        return out + self.shared(x) if self.moe.num_shared_experts else out
+
+    def _run_chosen(self, x: jax.Array, weights: jax.Array) -> jax.Array:
+        moe = self.moe
+        flat, shares = x.reshape(-1, x.shape[-1]), weights.reshape(-1, moe.num_experts)
+        shares, experts = jax.lax.top_k(shares, moe.num_experts_per_token)
+        return run_chosen(flat, experts, shares, moe.num_experts, self._run_one).reshape(x.shape)
+
+    def _run_one(self, x: jax.Array, expert: jax.Array) -> jax.Array:
+        """x [R, D] through one expert."""
+        gate, up = self.gate.of_one(x, expert), self.up.of_one(x, expert)
+        if self.moe.expert_bias:
+            gate, up = gate + self.gate_bias[...][expert], up + self.up_bias[...][expert]
+        out = self.down.of_one(self._activate(gate, up), expert)
+        return out + self.down_bias[...][expert] if self.moe.expert_bias else out
+
+    def _run_all(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         gate, up = self.gate(x), self.up(x)
         if self.moe.expert_bias:
             gate, up = gate + self.gate_bias[...], up + self.up_bias[...]
@@ -53,7 +80,7 @@ class MoE(nnx.Module):
             out = out.sum(axis=2)
         if self.moe.expert_bias:
             out = out + weights @ self.down_bias[...]
-        return out + self.shared(x) if self.moe.num_shared_experts else out
+        return out
 
     def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         limit = self.moe.clamped_swiglu

@@ -70,9 +70,14 @@ def abstract_params(
     config: DecoderConfig,
     dtype: Any,
     backend: AttentionBackend = AttentionBackend(),  # noqa: B008 (frozen)
+    *,
+    is_split: bool = True,
 ) -> AbstractParams:
-    """Describe the parameters of `config` stored as `dtype`, and how attention is computed."""
-    graphdef, state = nnx.split(Decoder(config, jnp.dtype(dtype), backend))
+    """Describe the parameters of `config` stored as `dtype`, and how attention is computed.
+
+    `is_split`: the weights may be shared out among devices.
+    """
+    graphdef, state = nnx.split(Decoder(config, jnp.dtype(dtype), backend, is_split=is_split))
     treedef: Any = jax.tree.structure(state)
     specs = []
     for path, variable in jax.tree.leaves_with_path(
