@@ -85,15 +85,10 @@ class ModelFunctions:
             donate_argnums=1,
         )
 
-    def _empty_histories(self) -> dict[tuple[int, int], jax.Array]:
-        sizes = {(shape.num_rows, shape.width) for shape in self.buckets.prefill_shapes}
+    def _empty_histories(self) -> dict[tuple[int, ...], jax.Array]:
         page_size = self.buckets.page_size
-        return {
-            (num_rows, width): jax.device_put(
-                np.zeros((num_rows, width * page_size), np.int32), self._replicated
-            )
-            for num_rows, width in sizes
-        }
+        sizes = {(shape.num_rows, shape.width * page_size) for shape in self.buckets.prefill_shapes}
+        return {size: jax.device_put(np.zeros(size, np.int32), self._replicated) for size in sizes}
 
     def _jit_decode(self, shape: DecodeShape) -> jax.stages.Wrapped:
         step = functools.partial(decode_step, self._definition, shape)
@@ -116,12 +111,15 @@ class ModelFunctions:
         The last result is of the prompt's own tokens [R, T].
         """
         on_devices = self._masks(masks, chunk.start.shape[0])
+        if chunk.history is not self._no_history[chunk.history.shape]:  # to be placed like it
+            history = jax.device_put(chunk.history, self._replicated)
+            chunk = dataclasses.replace(chunk, history=history)
         layers, results, of_prompt = self._prefill(leaves, layers, chunk, on_devices)
         return layers, results, of_prompt
 
     def no_history(self, shape: ChunkShape) -> jax.Array:
         """For a chunk of this shape without penalties: on the devices, so that nothing travels."""
-        return self._no_history[shape.num_rows, shape.width]
+        return self._no_history[shape.num_rows, shape.width * self.buckets.page_size]
 
     def decode(
         self,

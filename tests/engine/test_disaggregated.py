@@ -86,6 +86,11 @@ def test_g03_nothing_compiles_after_warm_up_whatever_is_asked_for() -> None:
                     top_k=rng.choice([0, 1, 40]),
                     top_p=rng.choice([0.5, 1.0]),
                     min_p=rng.choice([0.0, 0.1]),
+                    repetition_penalty=rng.choice([1.0, 1.2]),
+                    frequency_penalty=rng.choice([0.0, 0.0, 0.3]),
+                    logit_bias=rng.choice([(), ((5, 1.0),)]),
+                    logprobs=rng.choice([None, None, 3]),
+                    prompt_logprobs=rng.choice([None, None, 1]),
                     seed=rng.getrandbits(63),
                 )
                 joined.add(str(start + offset), random_prompt(start, num_tokens), sampling)

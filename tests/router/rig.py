@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 from jpd.config import FailureConfig, RouterConfig, SloConfig
 from jpd.metrics import Metrics
-from jpd.request import FinishReason, Request, SamplingParams, Timeline
+from jpd.request import FinishReason, PromptLogprobs, Request, SamplingParams, Timeline
 from jpd.router.policy import WorkerView
 from jpd.router.router import Router
 from tests.support.fake_worker import FakeWorker
@@ -23,6 +24,8 @@ class Answer:
     """What a client got from one request, read to its end."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     timeline: Timeline | None = None
     num_ends: int = 0
@@ -51,7 +54,7 @@ class Rig:
     ) -> Request:
         sampling = {
             name: fields.pop(name)
-            for name in ("min_tokens", "seed", "stop_token_ids", "ignore_eos", "temperature")
+            for name in (item.name for item in dataclasses.fields(SamplingParams))
             if name in fields
         }
         return Request(
@@ -68,6 +71,8 @@ class Rig:
         async with contextlib.aclosing(self.router.generate(request)) as outputs:
             async for output in outputs:
                 answer.token_ids += output.token_ids
+                answer.logprobs += [entry.logprob for entry in output.logprobs]
+                answer.prompt_logprobs += [output.prompt_logprobs] if output.prompt_logprobs else []
                 if output.finish_reason is not None:
                     answer.finish_reason = output.finish_reason
                     answer.timeline = output.timeline

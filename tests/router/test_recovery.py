@@ -271,6 +271,28 @@ async def test_a_killed_decode_worker_moves_every_stream() -> None:
 
 
 @virtual
+async def test_a_replay_gives_no_logprob_twice_or_missing_and_keeps_the_penalties() -> None:
+    async with rig(*fleet(1, 2, slots=16, pages=400, step_seconds=0.1)) as r:
+        asked = {"logprobs": 0, "prompt_logprobs": 0, "frequency_penalty": 0.5}
+        tasks = [r.begin(r.request((7, n), max_tokens=30, **asked)) for n in range(4)]
+        await asyncio.sleep(1.05)
+        r["d0"].die()
+        for number, task in enumerate(tasks):
+            answer = await task
+            assert answer.token_ids == counted((number,), 30)
+            assert answer.logprobs == [-float(token_id) for token_id in answer.token_ids]
+            [of_prompt] = answer.prompt_logprobs
+            assert len(of_prompt) == 2 and of_prompt[0] is None
+        replayed = [a for a in r["p0"].attempts["prefill"] if a.num_output_tokens]
+        assert len(replayed) == 2
+        for attempt in replayed:
+            assert len(attempt.token_ids) == 2 + attempt.num_output_tokens
+            assert attempt.sampling.frequency_penalty == 0.5
+            assert attempt.sampling.prompt_logprobs is None, "the client has had them"
+        r["d0"].revive()
+
+
+@virtual
 async def test_a_colocated_worker_that_dies_while_it_prefills_is_replayed_elsewhere() -> None:
     workers = [FakeWorker(f"c{n}", "colocated", prefill_token_seconds=1.0) for n in range(2)]
     async with rig(*workers) as r:

@@ -20,7 +20,7 @@ from typing import Any
 from jpd.cache.page_hashes import page_hashes
 from jpd.cache.prefix_log import PrefixChanges, PrefixLog
 from jpd.errors import RequestError, WorkerLostError
-from jpd.request import FinishReason
+from jpd.request import FinishReason, PromptLogprobs, TokenLogprobs
 from jpd.worker.protocol import (
     Attempt,
     DecodeEvent,
@@ -206,6 +206,8 @@ class FakeWorker:
             num_computed,
             queued - started,
             ended - queued,
+            logprobs=_logprobs(attempt, token_id),
+            prompt_logprobs=_prompt_logprobs(attempt),
         )
 
     async def decode(self, attempt_id: str, first_token_id: int) -> AsyncIterator[DecodeEvent]:
@@ -226,7 +228,8 @@ class FakeWorker:
                 if finish_reason is not None:
                     self._remember(token_ids, attempt.cache_salt)
                     self._free(attempt_id)
-                yield DecodeEvent(attempt_id, (token_ids[-1],), finish_reason)
+                logprobs = _logprobs(attempt, token_ids[-1])
+                yield DecodeEvent(attempt_id, (token_ids[-1],), finish_reason, logprobs=logprobs)
                 if finish_reason is not None:
                     return
         except Exception:  # a reader who goes away frees nothing: `cancel` does
@@ -411,6 +414,18 @@ def one_each(**options: Any) -> list[FakeWorker]:
 def _max_tokens(attempt: Attempt) -> int:
     assert attempt.sampling.max_tokens is not None, "attempts carry resolved sampling"
     return attempt.sampling.max_tokens
+
+
+def _logprobs(attempt: Attempt, token_id: int) -> tuple[TokenLogprobs, ...]:
+    """Of the token, when it is asked for: minus the token, to be known again."""
+    asked = attempt.sampling.logprobs is not None
+    return (TokenLogprobs(-float(token_id), 1),) if asked else ()
+
+
+def _prompt_logprobs(attempt: Attempt) -> PromptLogprobs:
+    if attempt.sampling.prompt_logprobs is None:
+        return ()
+    return (None, *(TokenLogprobs(-float(token), 1) for token in attempt.token_ids[1:]))
 
 
 def _finish_reason(attempt: Attempt, num_produced: int, token_id: int) -> FinishReason | None:
