@@ -9,6 +9,7 @@ data.
 import codecs
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,20 @@ from jpd.errors import ConfigError, Problem, RequestError
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Tokenizer(Protocol):
+class TokenBytes(Protocol):
+    """What a decoder of streams needs of a tokenizer."""
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether a space at the very start belongs to the tokenizer, not to the text."""
+        ...
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
+        """What the token adds to the text; nothing for ids outside the vocabulary."""
+        ...
+
+
+class Tokenizer(TokenBytes, Protocol):
     """What the text layer needs of a tokenizer. All methods may run in any thread."""
 
     @property
@@ -47,15 +61,6 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
-    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
-        """What the token adds to the text; nothing for ids outside the vocabulary."""
-        ...
-
-    @property
-    def strips_first_space(self) -> bool:
-        """Whether a space at the very start belongs to the tokenizer, not to the text."""
-        ...
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -74,7 +79,7 @@ class IncrementalDecoder:
     Holds back the bytes of an unfinished character. Constant work per token. Not thread-safe.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: TokenBytes, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -95,9 +100,48 @@ class IncrementalDecoder:
         return text.removeprefix(" ")
 
 
-def decode_all(tokenizer: Tokenizer, ids: Iterable[int], skip_special_tokens: bool) -> str:
-    decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
-    return decoder.push(ids) + decoder.finish()
+class TemplatedTokenizer(ABC):
+    """What tokenizers have in common: bytes of tokens, found once each, and chat templates.
+
+    The rest of the Tokenizer protocol is for each kind to say.
+    """
+
+    def __init__(self, templates: ChatTemplates, special_token_ids: frozenset[int]) -> None:
+        self.templates, self.special_token_ids = templates, special_token_ids
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    @abstractmethod
+    def strips_first_space(self) -> bool: ...
+
+    @abstractmethod
+    def _make_bytes(self, token_id: int) -> bytes: ...
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.templates.default
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        decoder = IncrementalDecoder(self, skip_special_tokens)
+        return decoder.push(ids) + decoder.finish()
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
+        if skip_special_tokens and token_id in self.special_token_ids:
+            return b""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._make_bytes(token_id)
+        return known
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        return self.templates.render(messages, tools, add_generation_prompt, variables)
 
 
 def check_unicode(text: str) -> None:
@@ -120,7 +164,7 @@ def with_special_ends(
     return ids
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(TemplatedTokenizer):
     """tokenizer.json with tokenizer_config.json and chat_template.jinja beside it."""
 
     def __init__(
@@ -130,11 +174,10 @@ class HuggingFaceTokenizer:
         templates: ChatTemplates,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
+        added = backend.get_added_tokens_decoder()
+        super().__init__(templates, frozenset(i for i, token in added.items() if token.special))
         self._backend = backend
         self._config = config
-        self._templates = templates
-        added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_ids = frozenset(added)
         self._vocab_size = 1 + max(backend.get_vocab().values(), default=-1)
         self._bos = self._id_of(token_text(config.get("bos_token")))
@@ -142,7 +185,6 @@ class HuggingFaceTokenizer:
         self._eos_ids = eos_token_ids or (() if eos is None else (eos,))
         self._add_bos: bool | None = config.get("add_bos_token")
         self._add_eos = bool(config.get("add_eos_token"))
-        self._bytes: dict[int, bytes] = {}
         self._is_byte_level, self._byte_fallback = _decoder_kind(backend)
         self._strips = not self._is_byte_level and _strips_first_space(backend)
 
@@ -151,24 +193,12 @@ class HuggingFaceTokenizer:
         return self._vocab_size
 
     @property
-    def special_token_ids(self) -> frozenset[int]:
-        return self._special_ids
-
-    @property
     def bos_token_id(self) -> int | None:
         return self._bos
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._eos_ids
-
-    @property
-    def chat_template(self) -> str | None:
-        return self._templates.default
-
-    @property
-    def templates(self) -> ChatTemplates:
-        return self._templates
 
     @property
     def strips_first_space(self) -> bool:
@@ -190,27 +220,6 @@ class HuggingFaceTokenizer:
         eos = self._eos_ids[0] if self._eos_ids else None
         add_bos = bool(self._add_bos)
         return with_special_ends(ids, bos, eos, add_bos=add_bos, add_eos=self._add_eos)
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return decode_all(self, ids, skip_special_tokens)
-
-    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
-        if skip_special_tokens and token_id in self._special_ids:
-            return b""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._make_bytes(token_id)
-        return known
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        return self._templates.render(messages, tools, add_generation_prompt, variables)
 
     @property
     def config(self) -> Mapping[str, Any]:

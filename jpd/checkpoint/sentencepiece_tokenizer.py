@@ -14,8 +14,8 @@ from jpd.chat_template import ChatTemplates
 from jpd.errors import ConfigError, Problem
 from jpd.tokenizer import (
     BYTE_TOKEN,
+    TemplatedTokenizer,
     check_unicode,
-    decode_all,
     with_special_ends,
 )
 
@@ -42,26 +42,18 @@ class PieceVocabulary:
     remove_extra_spaces: bool = False
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(TemplatedTokenizer):
     """Tokenizer of a PieceVocabulary."""
 
     def __init__(self, vocabulary: PieceVocabulary, templates: ChatTemplates, file: str) -> None:
+        special = (i for i, kind in enumerate(vocabulary.kinds) if kind in (CONTROL, UNKNOWN))
+        super().__init__(templates, frozenset(special))
         self.vocabulary = vocabulary
-        self._templates = templates
         self._processor = _processor(_model_proto(vocabulary), file)
-        kinds = vocabulary.kinds
-        self._special_ids = frozenset(
-            i for i, kind in enumerate(kinds) if kind in (CONTROL, UNKNOWN)
-        )
-        self._bytes: dict[int, bytes] = {}
 
     @property
     def vocab_size(self) -> int:
         return len(self.vocabulary.pieces)
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        return self._special_ids
 
     @property
     def bos_token_id(self) -> int | None:
@@ -70,14 +62,6 @@ class SentencePieceTokenizer:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.vocabulary.eos_ids
-
-    @property
-    def chat_template(self) -> str | None:
-        return self._templates.default
-
-    @property
-    def templates(self) -> ChatTemplates:
-        return self._templates
 
     @property
     def strips_first_space(self) -> bool:
@@ -91,27 +75,6 @@ class SentencePieceTokenizer:
         own = self.vocabulary
         eos = own.eos_ids[0] if own.eos_ids else None
         return with_special_ends(ids, own.bos_id, eos, add_bos=own.add_bos, add_eos=own.add_eos)
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return decode_all(self, ids, skip_special_tokens)
-
-    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
-        if skip_special_tokens and token_id in self._special_ids:
-            return b""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._make_bytes(token_id)
-        return known
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        return self._templates.render(messages, tools, add_generation_prompt, variables)
 
     def with_templates(self, templates: ChatTemplates) -> "SentencePieceTokenizer":
         return SentencePieceTokenizer(self.vocabulary, templates, "tokenizer")
