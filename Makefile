@@ -45,7 +45,7 @@ bench: $(VENV)/.demo
 
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
-	  jpd/rpc/jpd.proto jpd/rpc/worker.proto
+	  jpd/rpc/jpd.proto jpd/rpc/worker.proto jpd/rpc/kv.proto
 
 clean:
 	rm -rf .venv .cache build dist .ruff_cache .pytest_cache .mypy_cache *.egg-info

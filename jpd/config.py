@@ -11,6 +11,7 @@ LaunchKind = Literal["inprocess", "subprocess", "ray"]
 Placement = Literal["spread", "pack"]
 AttentionChoice = Literal["auto", "reference", "blocks", "cudnn", "tpu_ragged"]
 Role = Literal["prefill", "decode", "colocated"]
+KVTransport = Literal["host_staged", "jax_transfer"]
 PrefillLostPolicy = Literal["retry_other_prefill", "fail"]
 TransferFailedPolicy = Literal["retry", "fail"]
 DecodeLostPolicy = Literal["replay", "fail"]
@@ -79,6 +80,7 @@ class CacheConfig:
     retain_seconds: float = 600.0  # how long an unused prefix may stay
     wire_dtype: str = "auto"  # of pages on their way; auto: as stored; int8: quantised
     checksum: bool = False  # compare every piece that arrives with what was sent
+    transport: KVTransport = "host_staged"  # of pieces between hosts
     reserve_tokens: int = 256  # output tokens reserved with the prompt; more pages come as it grows
 
 

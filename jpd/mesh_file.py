@@ -16,6 +16,7 @@ from jpd.config import (
     DeploymentConfig,
     EngineConfig,
     HostConfig,
+    KVTransport,
     Role,
     WorkerConfig,
 )
@@ -183,6 +184,7 @@ def _read_cache(table: Table) -> CacheConfig:
         retain_seconds=table.number("retain_seconds", default.retain_seconds),
         wire_dtype=table.choice("wire_dtype", default.wire_dtype, (*DTYPES, "int8")),
         checksum=table.boolean("checksum", default.checksum),
+        transport=cast(KVTransport, table.choice("transport", default.transport, KVTransport)),
         reserve_tokens=table.integer("reserve_tokens", default.reserve_tokens, low=1),
     )
     table.close()

@@ -218,7 +218,7 @@ class PaperDecode:
 
     def _advance(self, running: _Row) -> DecodeDone:
         row, tokens = running.row, running.tokens
-        position = row.num_tokens + len(tokens) - 1
+        position = len(row.token_ids) + len(tokens) - 1
         self._pool.put(row.page_ids, position, tokens[-1])
         tokens.append(next_token(self._pool.read(row.page_ids, position + 1)))
         reason: FinishReason | None = None

@@ -24,7 +24,10 @@ from jpd.launch.orders import EVENT_MARK, HostEvent, HostOrders, read_security
 from jpd.launch.pinning import pin_process
 from jpd.rpc.failures import dump_error
 from jpd.rpc.records import dump, load
-from jpd.rpc.security import with_port
+from jpd.rpc.security import Security, with_port
+from jpd.transfer.protocol import KVTransfer
+from jpd.transfer.remote import RemoteTransfer
+from jpd.transfer.transports import make_transport
 from jpd.worker.fingerprint import fingerprint_of
 from jpd.worker.host_server import HostServer
 from jpd.worker.service import HostParts, Peers, WorkerService
@@ -42,6 +45,7 @@ class Host:
     def __init__(self, orders: HostOrders, tell: Callable[[HostEvent], None]) -> None:
         self._orders, self._tell = orders, tell
         self._fleet: Fleet | None = None
+        self._between: RemoteTransfer | None = None
         self._server: HostServer | None = None
 
     async def start(self, address: str) -> None:
@@ -50,7 +54,7 @@ class Host:
         """
         orders = self._orders
         security = read_security(orders.deployment.security, orders.deployment.file, orders.token)
-        self._fleet = await asyncio.to_thread(self._launch)
+        self._fleet = await asyncio.to_thread(self._launch, security)
         model = open_model(orders.model, weights=orders.weights, need_weights=False)
         parts = HostParts(
             name=orders.host,
@@ -61,20 +65,38 @@ class Host:
         )
         self._server = HostServer(WorkerService(parts), security)
         port = await self._server.start(address)
-        self._tell(HostEvent("ready", address=with_port(address, port)))
+        kv_address = self._between.address if self._between is not None else ""
+        self._tell(HostEvent("ready", address=with_port(address, port), kv_address=kv_address))
 
-    def _launch(self) -> Fleet:
+    def _launch(self, security: Security) -> Fleet:
         orders = self._orders
         pin_process(orders.config.cores, orders.deployment.file, orders.host)
         return launch_workers(
             open_model(orders.model, weights=orders.weights),
             orders.deployment,
             host=orders.config,
+            transfer_wrapper=lambda inner: self._connect(inner, security),
             progress=self._tell_progress,
             can_prefill_locally=orders.can_prefill_locally,
         )
 
+    def _connect(self, local: KVTransfer, security: Security) -> KVTransfer:
+        """KV also goes to, and comes from, the workers of other hosts."""
+        deployment, address = self._orders.deployment, self._orders.config.address
+        timeout_seconds = deployment.router.transfer_timeout_seconds
+        self._between = RemoteTransfer(
+            local,
+            make_transport(deployment.cache.transport, address),
+            address,
+            security,
+            lease_seconds=timeout_seconds,
+            pull_seconds=timeout_seconds,
+        )
+        return self._between
+
     def _set_peers(self, peers: Peers) -> None:
+        if self._between is not None:
+            self._between.set_peers({peer.worker: peer.kv_address for peer in peers.peers})
         for peer in peers.peers:
             if peer.like and self._fleet is not None:
                 self._fleet.learn_destination(peer.worker, peer.like)

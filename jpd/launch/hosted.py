@@ -124,7 +124,6 @@ def launch_hosts(
     Raises ConfigError, WorkerLostError, and leaves no process behind when it raises.
     """
     _check_addresses(deployment)
-    _check_roles(deployment)
     model.require_source()
     token = read_token(deployment.security, deployment.file) or secrets.token_urlsafe(32)
     security = read_security(deployment.security, deployment.file, token)
@@ -161,11 +160,3 @@ def _check_addresses(deployment: DeploymentConfig) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def _check_roles(deployment: DeploymentConfig) -> None:
-    """KV travels within a host only."""
-    apart = [worker.name for worker in deployment.workers if worker.role != "colocated"]
-    if len(deployment.hosts) > 1 and apart:
-        rule = "KV does not travel between hosts yet: the workers of several hosts are colocated"
-        raise ConfigError([Problem(deployment.file, "worker.role", apart, rule)])

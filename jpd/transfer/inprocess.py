@@ -1,21 +1,20 @@
 """Transfer between meshes of one process: a planned `device_put`, never a bounce over the host.
 
-One thread per destination, so that a slow or broken destination holds up nobody else: it takes the
-oldest piece, puts each array where the wire says (see destination.py) and waits for the copies. It
-waits there and nowhere else: workers' threads never block on a transfer. What is queued is bounded
-by the reservations of the destination, which were made before the first piece was computed.
+The lane of a destination takes its oldest piece, puts each array where the wire says (see
+destination.py) and waits for the copies. It waits there and nowhere else: workers' threads never
+block on a transfer. What is queued is bounded by the reservations of the destination, which were
+made before the first piece was computed.
 """
 
 import logging
-import threading
 import time
-from collections import deque
 
 import jax
 from jax.sharding import Mesh
 
 from jpd.errors import TransferError
 from jpd.transfer.destination import Destination
+from jpd.transfer.lane import Lane
 from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece
 
 logger = logging.getLogger(__name__)
@@ -26,13 +25,14 @@ class InProcessTransfer:
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane[KVPiece]] = {}
 
     def register(self, worker: str, mesh: Mesh, deliver: Deliver) -> None:
         """Start the destination's thread. Called for all destinations before the first offer."""
         if worker in self._lanes:
             raise ValueError(f"destination {worker} is registered already")
-        self._lanes[worker] = _Lane(worker, mesh, deliver, self._timeout_seconds)
+        puller = _Puller(worker, Destination(mesh), self._timeout_seconds)
+        self._lanes[worker] = Lane(worker, puller.pull, deliver)
 
     def offer(self, piece: KVPiece) -> None:
         self._lanes[piece.destination].put(piece)
@@ -51,78 +51,19 @@ class InProcessTransfer:
             lane.thread.join()
 
 
-class _Lane:
-    """The queue and the thread of one destination."""
+class _Puller:
+    """Copies pieces to one destination, on its lane's thread."""
 
-    def __init__(self, worker: str, mesh: Mesh, deliver: Deliver, timeout_seconds: float) -> None:
-        self._worker, self._target, self._deliver = worker, Destination(mesh), deliver
-        self._timeout_seconds = timeout_seconds
-        self._changed = threading.Condition()
-        self._queue: deque[KVPiece] = deque()
-        self._pulling: KVPiece | None = None
-        self._pulling_cancelled = False
-        self._stopped = False
-        self.thread = threading.Thread(target=self._run, name=f"transfer-{worker}", daemon=True)
-        self.thread.start()
+    def __init__(self, worker: str, target: Destination, timeout_seconds: float) -> None:
+        self._worker, self._target, self._timeout_seconds = worker, target, timeout_seconds
 
-    def put(self, piece: KVPiece) -> None:
-        with self._changed:
-            if not self._stopped:
-                self._queue.append(piece)
-                self._changed.notify()
-
-    def cancel(self, attempt_id: str) -> None:
-        with self._changed:
-            self._queue = deque(piece for piece in self._queue if piece.attempt_id != attempt_id)
-            if self._pulling is not None and self._pulling.attempt_id == attempt_id:
-                self._pulling_cancelled = True
-
-    def num_in_flight(self) -> int:
-        with self._changed:
-            return len(self._queue) + (self._pulling is not None)
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._queue.clear()
-            self._pulling_cancelled = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while (piece := self._take()) is not None:
-            arrived = self._pull(piece)
-            del piece  # the staging arrays of the source live no longer than the copy
-            self._hand_over(arrived)
-            del arrived
-
-    def _take(self) -> KVPiece | None:
-        """The oldest piece; waits for one. None when stopped."""
-        with self._changed:
-            while not self._queue and not self._stopped:
-                self._changed.wait()
-            if self._stopped:
-                return None
-            self._pulling, self._pulling_cancelled = self._queue.popleft(), False
-            return self._pulling
-
-    def _hand_over(self, arrived: ArrivedPiece) -> None:
-        with self._changed:
-            cancelled = self._pulling_cancelled
-        if not cancelled:
-            self._deliver(arrived)
-        with self._changed:
-            self._pulling = None
-
-    def _pull(self, piece: KVPiece) -> ArrivedPiece:
-        """Copy to the destination; blocks until it is there. Failures become the piece's error."""
+    def pull(self, piece: KVPiece) -> ArrivedPiece:
+        """Blocks until the piece is there. Failures become the piece's error."""
         late_seconds = time.monotonic() - piece.offered_time
+        where = f"pages {piece.page_start}+{piece.num_pages} of {piece.attempt_id}"
         if late_seconds > self._timeout_seconds:
-            reason = (
-                f"pages {piece.page_start}+{piece.num_pages} of {piece.attempt_id}: not pulled for"
-            )
-            return self._failed(
-                piece, f"{reason} {late_seconds:.1f} s > {self._timeout_seconds:g} s"
-            )
+            reason = f"not pulled for {late_seconds:.1f} s > {self._timeout_seconds:g} s"
+            return self._failed(piece, f"{where}: {reason}")
         try:
             shardings = self._target.shardings(piece.wire, piece.arrays)
             moved = jax.device_put(piece.arrays, shardings)
@@ -130,7 +71,7 @@ class _Lane:
             arrays = self._target.join(piece.wire, moved)
         except Exception as error:  # whatever the runtime raises, the destination must hear of it
             logger.exception("transfer to %s failed", self._worker)
-            return self._failed(piece, f"pages {piece.page_start}+{piece.num_pages}: {error}")
+            return self._failed(piece, f"{where}: {error}")
         return ArrivedPiece(
             piece.attempt_id,
             piece.page_start,

@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 from google.protobuf import descriptor_pb2
 
-from jpd.rpc import jpd_pb2, worker_pb2
+from jpd.rpc import jpd_pb2, kv_pb2, worker_pb2
 
-PROTOS = {"jpd": jpd_pb2, "worker": worker_pb2}
+PROTOS = {"jpd": jpd_pb2, "worker": worker_pb2, "kv": kv_pb2}
 
 
 def descriptor_of(module: ModuleType) -> descriptor_pb2.FileDescriptorProto:

@@ -1,0 +1,98 @@
+"""The gRPC service through which other processes offer and pull KV: threads of its own, a port.
+
+Only passes on; what is said is `jpd.transfer.remote`'s. Refuses calls without the hosts' token.
+"""
+
+import hmac
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import grpc
+
+from jpd.rpc import kv_pb2 as pb
+from jpd.rpc.kv_pb2_grpc import KvTransferServicer, add_KvTransferServicer_to_server
+from jpd.rpc.records import RecordError, load
+from jpd.rpc.security import AUTHORIZATION, SERVER_OPTIONS, Security, add_port, with_port
+from jpd.transfer.notice import Notice
+from jpd.transfer.offers import LateReadError
+
+MAX_THREADS = 32
+"""Pulls served at a time; further ones wait."""
+
+
+class KVEndpoint(Protocol):
+    """What the service passes calls to."""
+
+    def hear(self, notice: Notice) -> bool: ...
+
+    def serve(self, offer_id: str, is_over: Callable[[], bool]) -> Iterator[pb.PullResponse]:
+        """Raises LateReadError."""
+        ...
+
+    def renew(self, offer_ids: Sequence[str]) -> None: ...
+
+    def release(self, offer_ids: Sequence[str]) -> None: ...
+
+
+class KVService(KvTransferServicer):
+    """Implements jpd.kv.v1.KvTransfer."""
+
+    def __init__(self, endpoint: KVEndpoint) -> None:
+        self._endpoint = endpoint
+
+    def Offer(self, request: pb.OfferRequest, context: Any) -> pb.OfferResponse:
+        try:
+            notice = load(request.notice_record, Notice)
+        except RecordError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return pb.OfferResponse(is_known=self._endpoint.hear(notice))
+
+    def Pull(self, request: pb.PullRequest, context: Any) -> Iterator[pb.PullResponse]:
+        try:
+            yield from self._endpoint.serve(request.offer_id, lambda: not context.is_active())
+        except LateReadError as error:
+            context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewResponse:
+        self._endpoint.renew(request.offer_ids)
+        return pb.RenewResponse()
+
+    def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        self._endpoint.release(request.offer_ids)
+        return pb.ReleaseResponse()
+
+
+class KVServer:
+    """The service on a port, from construction to `close`."""
+
+    def __init__(self, endpoint: KVEndpoint, address: str, security: Security) -> None:
+        """Serves on a free port of `address`. Raises OSError."""
+        self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kv-service")
+        guards = [_TokenGuard(security.token)] if security.token else []
+        self._server: Any = grpc.server(self._pool, interceptors=guards, options=SERVER_OPTIONS)
+        add_KvTransferServicer_to_server(KVService(endpoint), self._server)
+        port = add_port(self._server, with_port(address, 0), security)
+        self.address = with_port(address, port)
+        self._server.start()
+
+    def close(self) -> None:
+        """End calls under way, and the threads. Blocks."""
+        self._server.stop(None).wait()
+        self._pool.shutdown()
+
+
+class _TokenGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
+        shown = next((v for key, v in call.invocation_metadata if key == AUTHORIZATION), "")
+        shown = shown.encode() if isinstance(shown, str) else shown
+        if hmac.compare_digest(shown, self._expected):
+            return continuation(call)
+        return grpc.unary_unary_rpc_method_handler(_refuse)
+
+
+def _refuse(request: object, context: Any) -> None:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or another one")
