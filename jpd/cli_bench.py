@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jpd.api import launch
-from jpd.bench import engine, router
+from jpd.bench import engine, router, speculation
 from jpd.bench.results import Result, results_table, write_json
 from jpd.bench.serving import measure_serving
 from jpd.checkpoint.model_source import open_model
 from jpd.checkpoint.package_weights import cache_folder
-from jpd.cli_pair import load_pair, make_console
+from jpd.cli_pair import add_weights_argument, load_pair, make_console
 from jpd.cli_progress import ProgressLine
 from jpd.errors import ConfigError, Problem
 from jpd.parallel.platform import enable_compilation_cache, ensure_cpu_devices
@@ -38,10 +38,18 @@ def _serving(options: argparse.Namespace) -> Sequence[Result]:
         return asyncio.run(measure_serving(server, model.config.vocab_size))
 
 
+def _speculation(options: argparse.Namespace) -> Sequence[Result]:
+    model, deployment = load_pair(options)
+    drafts = {"max_speculative_tokens": speculation.MAX_DRAFTS}
+    with launch(model, deployment, engine=drafts, progress=ProgressLine()) as server:
+        return speculation.run(server)
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "router": _router,
     "engine": _engine,
     "serving": _serving,
+    "speculation": _speculation,
 }
 
 
@@ -55,8 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of all but router; default gemma-3-270m",
     )
     parser.add_argument(
-        "--mesh", default="1p1d-cpu", metavar="F", help="of serving; default 1p1d-cpu"
+        "--mesh",
+        default="1p1d-cpu",
+        metavar="F",
+        help="of serving and speculation; default 1p1d-cpu",
     )
+    add_weights_argument(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="of router: replay this one too (JSON lines)"

@@ -126,6 +126,8 @@ def _print_buckets(plan: DeploymentPlan, console: Console) -> None:
         ("prefill chunks, rows x tokens", layouts),
         ("page tables, tokens", widths),
         ("pages moved at once", [str(size) for size in buckets.page_moves]),
+        ("decode steps in one call", [str(number) for number in buckets.decode_steps]),
+        ("drafts verified in one step", [str(buckets.max_drafts or "none")]),
     )
     console.print("\nBuckets to be compiled:")
     for name, sizes in lines:

@@ -95,6 +95,7 @@ class EngineConfig:
         int, ...
     ] = ()  # padded KV lengths; (): max_model_len, /4, /16, at least a chunk
     dtype: str = "auto"  # weights, activations; auto: float32 on cpu, bfloat16 elsewhere
+    max_speculative_tokens: int = 0  # drafts of a request that asks for them; 0: no executables
     max_steps_per_call: int = 4  # decode steps in one call while nobody waits; 1: never several
     attention: AttentionChoice = "auto"  # see jpd.kernels.backends; auto: blocks
 

@@ -23,6 +23,7 @@ from jpd.config import (
 from jpd.errors import ConfigError, Problem
 from jpd.mesh_hosts import NAME, read_host, read_launch, read_security
 from jpd.mesh_router import read_router, read_slo
+from jpd.request import MAX_SPECULATIVE_TOKENS
 from jpd.toml_reader import Table, read_toml
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -205,6 +206,12 @@ def _read_engine(table: Table, cache: CacheConfig) -> EngineConfig:
         ),
         max_steps_per_call=table.integer(
             "max_steps_per_call", default.max_steps_per_call, low=1, high=64
+        ),
+        max_speculative_tokens=table.integer(
+            "max_speculative_tokens",
+            default.max_speculative_tokens,
+            low=0,
+            high=MAX_SPECULATIVE_TOKENS,
         ),
     )
     table.close()

@@ -73,6 +73,12 @@ class Metrics:
         self.unknown_attempts = self._counter(
             "unknown_attempts", "messages about an attempt that is over"
         )
+        self.spec_decode_num_draft_tokens = self._counter(
+            "spec_decode_num_draft_tokens", "drafts of speculative decoding, verified", "worker"
+        )
+        self.spec_decode_num_accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "drafts that were right", "worker"
+        )
         self.compilations_after_ready = self._counter(
             "compilations_after_ready", "compilations after the ready line; each is a fault"
         )

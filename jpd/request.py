@@ -17,6 +17,9 @@ FinishReason = Literal["stop", "length"]
 MAX_STOP_TOKEN_IDS = 16
 """Rows of the decode batch carry their stop token ids on the device in an array of this width."""
 
+MAX_SPECULATIVE_TOKENS = 16
+"""More are hardly ever right, and all of them are computed."""
+
 MAX_TOP_K = 1 << 30
 MAX_TOKENS = 1 << 31
 
@@ -83,6 +86,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None  # what the answer must match
+    num_speculative_tokens: int = 0  # drafts verified in a step; the same tokens, sooner
     logprobs: int | None = None  # None: none
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
@@ -96,6 +100,9 @@ class SamplingParams:
                 _check_int(name, value, 0, MAX_TOP_LOGPROBS, rule)
         if self.seed is not None:
             _check_int("seed", self.seed, -(1 << 63), (1 << 63) - 1, "a 64-bit integer")
+        rule = f"between 0 (off) and {MAX_SPECULATIVE_TOKENS}"
+        speculative = self.num_speculative_tokens
+        _check_int("num_speculative_tokens", speculative, 0, MAX_SPECULATIVE_TOKENS, rule)
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
                 raise RequestError("stop", stop, "must be a non-empty string")
@@ -177,6 +184,8 @@ class Timeline:
     num_cached_tokens: int = 0  # prompt tokens not computed, thanks to the prefix cache
     num_retries: int = 0
     num_replayed_tokens: int = 0  # prefilled again after a preemption or a lost worker
+    num_draft_tokens: int = 0  # of speculative decoding, verified
+    num_accepted_tokens: int = 0  # of these, right: each saved a step
     prefill_worker: str = ""
     decode_worker: str = ""
     path: list[str] = field(default_factory=list)  # e.g. ["disaggregated", "retry_other_prefill"]

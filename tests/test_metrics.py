@@ -12,6 +12,7 @@ kv_pages_in_use prefix_cache_hit_tokens_total requests_total requests_failed_tot
 compilations_after_ready_total router_decisions_total retries_total requests_waiting
 requests_running unknown_attempts_total prompt_tokens_total output_tokens_total
 replayed_tokens_total preemptions_total
+spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
 """.split()
 
 

@@ -19,7 +19,8 @@ from jpd.checkpoint.load import load_params
 from jpd.checkpoint.model_source import WeightSource
 from jpd.config import CacheConfig, EngineConfig
 from jpd.engine.buckets import ShapeBuckets
-from jpd.engine.decode import DecodeEngine, DecodeRow
+from jpd.engine.decode import DecodeEngine
+from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillEngine, PrefillTask
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import AbstractParams, abstract_params

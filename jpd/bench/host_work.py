@@ -15,7 +15,8 @@ from jpd.cache.page_allocator import PageAllocator
 from jpd.cache.prefix_cache import PrefixCache
 from jpd.config import CacheConfig, EngineConfig
 from jpd.engine.buckets import DecodeShape, ShapeBuckets
-from jpd.engine.decode import DecodeEngine, DecodeRow
+from jpd.engine.decode import DecodeEngine
+from jpd.engine.decode_row import DecodeRow
 from jpd.engine.decode_state import DecodeState, empty_state
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.results import Outcome, StepResults

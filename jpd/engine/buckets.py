@@ -49,6 +49,7 @@ class DecodeShape(NamedTuple):
     num_rows: int  # slots from the first on
     width: int  # pages of each row's page table
     num_steps: int  # tokens of each row
+    num_drafts: int = 0  # verified in the one step: up to 1 + num_drafts tokens of each row
 
 
 def _ceil_to(value: int, step: int) -> int:
@@ -71,6 +72,7 @@ class ShapeBuckets:
     context_widths: tuple[int, ...]  # pages of a page table
     page_moves: tuple[int, ...]  # pages gathered or scattered in one call
     decode_steps: tuple[int, ...] = (1,)  # steps of a decode call
+    max_drafts: int = 0  # tokens that a step verifies beside its own; 0: nobody speculates
 
     @classmethod
     def from_config(
@@ -95,6 +97,7 @@ class ShapeBuckets:
             context_widths=tuple(sorted(widths | {longest // page})),
             page_moves=tuple(sorted(moves)),
             decode_steps=tuple(sorted({1, engine.max_steps_per_call})),
+            max_drafts=engine.max_speculative_tokens,
         )
         buckets._check_count()
         return buckets
@@ -137,7 +140,8 @@ class ShapeBuckets:
     @property
     def num_decode_executables(self) -> int:
         """At most: steps, insert, remove, new pages of rows, and the pages that arrive."""
-        num_steps = len(SHRINKS) * len(self.context_widths) * len(self.decode_steps)
+        num_kinds = len(self.decode_steps) + (self.max_drafts > 0)
+        num_steps = len(SHRINKS) * len(self.context_widths) * num_kinds
         return num_steps + 3 + len(self.page_moves)
 
     @property
@@ -147,8 +151,11 @@ class ShapeBuckets:
 
     def decode_shapes(self, num_slots: int) -> tuple[DecodeShape, ...]:
         """Of every decode executable of a worker with so many slots."""
-        sizes = itertools.product(decode_rows(num_slots), self.context_widths, self.decode_steps)
-        return tuple(DecodeShape(*size) for size in sizes)
+        kinds = [(num_steps, 0) for num_steps in self.decode_steps]
+        if self.max_drafts:
+            kinds.append((1, self.max_drafts))
+        sizes = itertools.product(decode_rows(num_slots), self.context_widths, kinds)
+        return tuple(DecodeShape(rows, width, *kind) for rows, width, kind in sizes)
 
     def chunk_layout(self, num_tokens: int) -> ChunkLayout:
         """The smallest one for so many tokens of one prompt."""

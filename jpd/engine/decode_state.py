@@ -28,6 +28,7 @@ class DecodeState:
     positions: jax.Array  # int32 [B]: where it stands = tokens in the KV cache
     active: jax.Array  # bool [B]
     last_position: jax.Array  # int32 [B]: where the last allowed token stands
+    max_drafts: jax.Array  # int32 [B]: the most that are verified in a step; 0: no speculation
     page_table: jax.Array  # int32 [B, W]
     history: jax.Array  # int32 [B, H]: prompt and output, up to `tokens` at `positions`
     sampling: SamplingRows
@@ -40,6 +41,7 @@ def empty_state(num_slots: int, max_pages: int, page_size: int) -> DecodeState:
         positions=on_host(np.zeros(num_slots, np.int32)),
         active=on_host(np.zeros(num_slots, np.bool_)),
         last_position=on_host(np.zeros(num_slots, np.int32)),
+        max_drafts=on_host(np.zeros(num_slots, np.int32)),
         page_table=on_host(np.full((num_slots, max_pages), BIN_PAGE, np.int32)),
         history=on_host(np.zeros((num_slots, max_pages * page_size), np.int32)),
         sampling=greedy_rows(num_slots),
@@ -55,6 +57,7 @@ def one_row(
     page_size: int,
     sampling: SamplingParams,
     stop_token_ids: Sequence[int],
+    max_drafts: int = 0,
 ) -> DecodeState:
     """A state of one slot, on the host. The last of its tokens is not in the pages yet.
 
@@ -72,6 +75,7 @@ def one_row(
         positions=on_host(np.array([position], np.int32)),
         active=on_host(np.ones(1, np.bool_)),
         last_position=on_host(np.array([position + sampling.max_tokens - 1], np.int32)),
+        max_drafts=on_host(np.array([max_drafts], np.int32)),
         page_table=on_host(page_table),
         history=on_host(history),
         sampling=sampling_row(sampling, stop_token_ids, position, num_output_tokens),
@@ -131,3 +135,36 @@ def advance(
         history=state.history.at[row_ids, columns].set(tokens, mode="drop"),
     )
     return updated, one_token_results(tokens, outcomes, logprobs)
+
+
+def advance_several(
+    state: DecodeState,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    logprobs: LogprobArrays,
+    takes_part: jax.Array,
+) -> tuple[DecodeState, StepResults]:
+    """Take the first num_tokens [B] of tokens [B, M], in each slot that took part, as steps would
+    one after another: up to the token that ends it. logprobs are [B, M]."""
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    positions = state.positions[:, None] + 1 + steps
+    is_taken = takes_part[:, None] & (steps < num_tokens[:, None])
+    outcomes = jax.vmap(outcomes_of, in_axes=(1, 1, None, None, 1), out_axes=1)(
+        tokens, positions, state.sampling, state.last_position, is_taken
+    )
+    is_end = (outcomes == Outcome.STOP.value) | (outcomes == Outcome.LENGTH.value)
+    num_to_end = jnp.where(jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1) + 1, num_tokens)
+    num_new = jnp.where(takes_part, num_to_end, 0).astype(jnp.int32)
+    last = jnp.maximum(num_new - 1, 0)[:, None]
+    outcome = jnp.take_along_axis(outcomes, last, axis=1)[:, 0]
+    newest = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
+    row_ids = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    columns = jnp.where(steps < num_new[:, None], positions, state.history.shape[1])
+    updated = dataclasses.replace(
+        state,
+        tokens=jnp.where(takes_part, newest, state.tokens),
+        positions=state.positions + num_new,
+        active=jnp.where(takes_part, outcome == Outcome.RUNNING.value, state.active),
+        history=state.history.at[row_ids, columns].set(tokens, mode="drop"),
+    )
+    return updated, StepResults(tokens, num_new, outcome, logprobs)

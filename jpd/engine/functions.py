@@ -29,6 +29,7 @@ from jpd.engine.steps import (
     chunk_logits,
     decode_step,
     prefill_chunk,
+    verify_step,
 )
 from jpd.engine.token_masks import TokenMasks, open_masks
 from jpd.kernels.backends import AttentionBackend, AttentionName
@@ -91,9 +92,11 @@ class ModelFunctions:
         return {size: jax.device_put(np.zeros(size, np.int32), self._replicated) for size in sizes}
 
     def _jit_decode(self, shape: DecodeShape) -> jax.stages.Wrapped:
-        step = functools.partial(decode_step, self._definition, shape)
+        inner = verify_step if shape.num_drafts else decode_step
+        name = f"verify_{shape.num_drafts}" if shape.num_drafts else f"decode_{shape.num_steps}"
+        step = functools.partial(inner, self._definition, shape)
         return jax.jit(
-            _named(step, f"decode_{shape.num_steps}_steps_{shape.num_rows}x{shape.width}"),
+            _named(step, f"{name}_steps_{shape.num_rows}x{shape.width}"),
             in_shardings=(self.param_shardings, self._pool, *(self._replicated,) * 2),
             out_shardings=(self._pool, self._replicated, self._replicated),
             donate_argnums=(1, 2),

@@ -38,6 +38,7 @@ class StepResults:
     num_tokens: jax.Array  # int32 [rows]: how many of them are real, from the first on
     outcomes: jax.Array  # int32 [rows]: Outcome, after the last of them
     logprobs: LogprobArrays | None  # [rows, M]; None: not wanted on the host
+    num_drafts: jax.Array | None = None  # int32 [rows]: verified; None: the step does not speculate
 
     def without_logprobs(self) -> "StepResults":
         """The rest, so that these are not copied."""

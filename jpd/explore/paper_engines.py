@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import jax
 
-from jpd.engine.decode import DecodeDone, DecodeRow
+from jpd.engine.decode_row import DecodeDone, DecodeRow
 from jpd.engine.prefill import PrefillDone, PrefillTask
 from jpd.request import FinishReason
 from jpd.transfer.protocol import KVPiece

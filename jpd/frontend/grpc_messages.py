@@ -76,6 +76,7 @@ def _sampling_fields(message: jpd_pb2.SamplingParams) -> dict[str, object]:
     fields["stop"] = tuple(message.stop)
     fields["stop_token_ids"] = tuple(message.stop_token_ids)
     fields["ignore_eos"] = message.ignore_eos
+    fields["num_speculative_tokens"] = message.num_speculative_tokens
     match message.WhichOneof("guided"):
         case None:
             pass

@@ -45,6 +45,7 @@ class GenerateOptions(TypedDict, total=False):
     guided_json: Mapping[str, object] | str | None  # a JSON schema
     guided_regex: str | None  # the whole answer matches it
     guided_choice: Sequence[str] | None  # the answer is one of these
+    num_speculative_tokens: int  # drafts that a step verifies; changes no token
     n: int  # choices for each prompt
     echo: bool  # the text of a choice begins with its prompt
     include_stop_str_in_output: bool

@@ -161,6 +161,9 @@ class GenerationBody(_Body):
     guided_json: GuidedJsonField = None
     guided_regex: str | None = Field(None, description="the whole answer matches it")
     guided_choice: TextsField = None
+    num_speculative_tokens: int | None = Field(
+        None, description="drafts that a step verifies; changes no token. 0 unless given"
+    )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = Field(

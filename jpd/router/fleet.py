@@ -280,15 +280,20 @@ class Fleet:
 
     def _count_events(self, before: WorkerStatus | None, status: WorkerStatus) -> None:
         """Workers report totals since their start; a smaller one means that they began again."""
-        num_compilations = status.num_compilations_after_ready
-        num_unknown = status.num_unknown_attempts
-        if before is not None:
-            if num_compilations >= before.num_compilations_after_ready:
-                num_compilations -= before.num_compilations_after_ready
-            if num_unknown >= before.num_unknown_attempts:
-                num_unknown -= before.num_unknown_attempts
-        self._metrics.unknown_attempts.inc(num_unknown)
-        self._metrics.compilations_after_ready.inc(num_compilations)
+
+        def increase(name: str) -> int:
+            total: int = getattr(status, name)
+            earlier: int = 0 if before is None else getattr(before, name)
+            return total - earlier if total >= earlier else total
+
+        metrics = self._metrics
+        metrics.unknown_attempts.inc(increase("num_unknown_attempts"))
+        drafts = metrics.spec_decode_num_draft_tokens.labels(status.name)
+        drafts.inc(increase("num_draft_tokens"))
+        accepted = metrics.spec_decode_num_accepted_tokens.labels(status.name)
+        accepted.inc(increase("num_accepted_tokens"))
+        num_compilations = increase("num_compilations_after_ready")
+        metrics.compilations_after_ready.inc(num_compilations)
         if num_compilations:
             _log.error("worker %s compiled %d times after ready", status.name, num_compilations)
 

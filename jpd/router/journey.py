@@ -240,6 +240,9 @@ class Journey:
         if event.token_ids and event.kv_complete_time is None:
             gap = self._clock() - self.record.last_token_time
             self._fleet.see_step(self._decode_worker, gap / len(event.token_ids))
+        if event.num_draft_tokens:
+            self._timeline.num_draft_tokens += event.num_draft_tokens
+            self._timeline.num_accepted_tokens += len(event.token_ids) - 1
         num_left = self.record.num_tokens_left
         token_ids, logprobs = event.token_ids[:num_left], event.logprobs[:num_left]
         return self._send(TokenOutput(token_ids, event.finish_reason, logprobs=logprobs))

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from jpd.engine.decode import DecodeDone, DecodeEngine, DecodeRow
+from jpd.engine.decode import DecodeEngine
+from jpd.engine.decode_row import DecodeDone, DecodeRow
 from jpd.errors import (
     DeadlineError,
     JpdError,
@@ -83,6 +84,8 @@ class DecodeAttempts:
         self._grammars = grammars
         self._held: dict[str, DecodeAttempt] = {}
         self._lost: dict[str, WorkerError] = {}  # attempts whose room was taken back
+        self.num_draft_tokens = 0  # of speculative decoding, verified; since the start
+        self.num_accepted_tokens = 0  # of these, right
 
     @property
     def num_slots_used(self) -> int:
@@ -281,8 +284,15 @@ class DecodeAttempts:
             self._fail(held, done.error)
             return
         held.token_ids.extend(done.token_ids)
+        if done.num_drafts:
+            self.num_draft_tokens += done.num_drafts
+            self.num_accepted_tokens += len(done.token_ids) - 1
         event = DecodeEvent(
-            done.attempt_id, done.token_ids, done.finish_reason, logprobs=done.logprobs
+            done.attempt_id,
+            done.token_ids,
+            done.finish_reason,
+            logprobs=done.logprobs,
+            num_draft_tokens=done.num_drafts,
         )
         held.sink(event)
         if done.finish_reason is not None:

@@ -94,6 +94,7 @@ class DecodeEvent:
     kv_complete_time: Moment | None = None  # time.monotonic seconds; on the first event only
     kv_bytes: int = 0  # moved to this worker for the attempt; on the first event only
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
+    num_draft_tokens: int = 0  # verified for them; all but the last token were right drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,8 @@ class WorkerStatus:
     can_prefill: bool = True  # has the compiled functions to prefill, for itself or for others
     num_late_pieces: int = 0  # KV pieces that arrived for nobody, dropped; since the start
     num_unknown_attempts: int = 0  # messages that named an attempt not held; since the start
+    num_draft_tokens: int = 0  # of speculative decoding, verified; since the start
+    num_accepted_tokens: int = 0  # of these, right
     incarnation: str = ""  # another one after every start; "": tells of no prefixes
     num_prefix_changes: int = 0  # pages that became known or were forgotten; since the start
     roles: tuple[Role, ...] = ()  # that it has the compiled functions for

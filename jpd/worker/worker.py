@@ -365,6 +365,8 @@ class Worker:
             last_step_time=self._last_step_time,
             can_prefill=prefill is not None,
             num_late_pieces=self._num_late_pieces,
+            num_draft_tokens=decode.num_draft_tokens if decode else 0,
+            num_accepted_tokens=decode.num_accepted_tokens if decode else 0,
             incarnation=pool.incarnation,
             num_prefix_changes=pool.num_prefix_changes,
             roles=self._roles,

@@ -4,7 +4,8 @@ import random
 
 import jax
 
-from jpd.engine.decode import DecodeEngine, DecodeRow
+from jpd.engine.decode import DecodeEngine
+from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
 from jpd.request import SamplingParams
 from jpd.transfer.destination import Destination

@@ -18,7 +18,8 @@ from jpd.checkpoint.load import load_params
 from jpd.checkpoint.model_source import open_model
 from jpd.config import CacheConfig, EngineConfig
 from jpd.engine.buckets import ShapeBuckets
-from jpd.engine.decode import DecodeEngine, DecodeRow
+from jpd.engine.decode import DecodeEngine
+from jpd.engine.decode_row import DecodeRow
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
 from jpd.nn.config import DecoderConfig

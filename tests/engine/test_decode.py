@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jpd.engine.decode import DecodeRow
+from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillTask
 from jpd.engine.results import StepResults
 from jpd.request import FinishReason, SamplingParams

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from jpd.engine.buckets import DecodeShape
-from jpd.engine.decode import MAX_CALL_SECONDS, DecodeEngine, DecodeRow
+from jpd.engine.decode import MAX_CALL_SECONDS, DecodeEngine
+from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillTask
 from jpd.request import FinishReason, SamplingParams
 from tests.engine.rig import Rig, generate, random_prompt, rig, run_prefill

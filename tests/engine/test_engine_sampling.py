@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jpd.engine.decode import DecodeRow
+from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillDone, PrefillTask
 from jpd.request import SamplingParams, TokenLogprobs
 from tests.engine.rig import GREEDY, Rig, expected, generate, random_prompt, rig, run_prefill

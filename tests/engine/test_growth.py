@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jpd.engine.decode import DecodeEngine, DecodeRow
+from jpd.engine.decode import DecodeEngine
+from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillTask
 from jpd.request import SamplingParams
 from tests.engine.rig import PAGE, Rig, generate, random_prompt, rig, run_decode, run_prefill

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from jpd.engine.decode import DecodeRow
+from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillTask
 from jpd.grammar import Grammar, choice_grammar, json_schema_grammar, regex_grammar
 from jpd.guidance.compiler import GrammarCompiler

@@ -2,20 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import jpd
-from jpd.api import Server, launch
+from jpd.api import Server
 from jpd.grammar import json_schema_grammar
-from jpd.launch.fleet import Fleet
 from jpd.request import SamplingParams
 from jpd.tokenizer import Tokenizer
 from jpd.worker.protocol import Attempt
-from tests.launch.tiny_fleets import client, deployment, worker
-from tests.support.tiny_tokenizer import EOS_ID, copy_with_tokenizer
+from tests.launch.tiny_fleets import client, fleet_of
+from tests.support.tiny_tokenizer import EOS_ID
 
 pytestmark = pytest.mark.slow  # a fleet of its own is compiled
 
@@ -26,25 +23,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def server(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model = copy_with_tokenizer(
-        repo / "tests" / "golden" / "llama3", tmp_path_factory.mktemp("model")
-    )
-    workers = worker("prefill-0", "prefill", [0]), worker("decode-0", "decode", [1])
-    with launch(str(model), deployment(*workers), can_prefill_locally=True) as server:
-        yield server
-        fleet = fleet_of(server)
-        assert fleet.compile_counter.num_after_ready == 0
-        fleet.check_integrity()
-
-
-def fleet_of(server: Server) -> Fleet:
-    fleet = server._fleet
-    assert isinstance(fleet, Fleet)
-    return fleet
 
 
 def test_valid_and_the_same_on_both_paths(server: Server) -> None:

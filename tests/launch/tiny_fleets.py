@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jpd.api import Server
 from jpd.config import (
     CacheConfig,
     DeploymentConfig,
@@ -41,6 +42,13 @@ def deployment(*workers: WorkerConfig, retain_seconds: float = 0.0) -> Deploymen
 
 def with_hosts(config: DeploymentConfig, *hosts: HostConfig) -> DeploymentConfig:
     return replace(config, hosts=hosts)
+
+
+def fleet_of(server: Server) -> Fleet:
+    """The workers behind a server of `jpd.launch`."""
+    fleet = server._fleet
+    assert isinstance(fleet, Fleet)
+    return fleet
 
 
 def client(fleet: Fleet, name: str) -> InProcessClient:

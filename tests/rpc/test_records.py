@@ -80,6 +80,7 @@ SENSIBLE: dict[Any, dict[str, Any]] = {
         "frequency_penalty": 0.25,
         "logprobs": 3,
         "prompt_logprobs": 0,
+        "num_speculative_tokens": 4,
     }
 }
 """Fields of classes that refuse most values."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpd.engine.decode import DecodeDone, DecodeRow
+from jpd.engine.decode_row import DecodeDone, DecodeRow
 from jpd.engine.prefill import PrefillDone, PrefillTask
 from jpd.parallel.mesh import make_worker_mesh
 from jpd.transfer.protocol import KVPiece
