@@ -2,7 +2,8 @@
 
 1. Decode steps and prompts, as served, against the floor, by turns (`jpd.bench.floor`).
 2. How a step grows with batch and context; what its parts cost.
-3. When the device waits for the host (`jpd.bench.step_timeline`), and what the host does.
+3. Hugging Face transformers beside them, where it is installed (`jpd.bench.peers`).
+4. When the device waits for the host (`jpd.bench.step_timeline`), and what the host does.
 Prefill's floor has the arithmetic of attention added by formula: see `attention_flops`.
 """
 
@@ -10,11 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
 
-from jpd.bench import host_work
+from jpd.bench import host_work, peers
 from jpd.bench.engine_rig import EngineRig, load_model, random_model
 from jpd.bench.floor import Floor, check_plain
 from jpd.bench.results import Result
@@ -42,12 +44,25 @@ class Effort:
     prompts: int  # alternations of floor and prompt
     timeline_steps: int
     growth_contexts: tuple[int, ...]
+    peer_batches: tuple[int, ...]
 
 
 FULL = Effort(
-    rounds=9, steps=6, prompts=5, timeline_steps=300, growth_contexts=(128, 512, 1024, 1792)
+    rounds=9,
+    steps=6,
+    prompts=5,
+    timeline_steps=300,
+    growth_contexts=(128, 512, 1024, 1792),
+    peer_batches=BATCHES,
 )
-QUICK = Effort(rounds=3, steps=3, prompts=2, timeline_steps=100, growth_contexts=(128, 1792))
+QUICK = Effort(
+    rounds=3,
+    steps=3,
+    prompts=2,
+    timeline_steps=100,
+    growth_contexts=(128, 1792),
+    peer_batches=(1,),
+)
 
 
 def run(model: Model, *, is_quick: bool = False) -> list[Result]:
@@ -59,6 +74,9 @@ def run(model: Model, *, is_quick: bool = False) -> list[Result]:
     results = [line for batch in BATCHES for line in decode_results(rig, batch, effort)]
     results += [line for length in PROMPTS for line in prefill_results(rig, length, effort)]
     results += growth_results(rig, effort)
+    if peers.is_installed():
+        for dtype in peers.DTYPES:
+            results += peer_results(rig, peers.TransformersPeer(model, dtype), effort)
     results.append(empty_queue_result(effort))
     return results + host_work.run()
 
@@ -133,6 +151,37 @@ def _ratio_results(
         Result(f"{name}: {floor_name}", statistics.median(bare) * 1000, "ms"),
         Result(f"{name}: ratio", ratio, "x", RATIO_TARGET),
     ]
+
+
+def peer_results(rig: EngineRig, peer: peers.TransformersPeer, effort: Effort) -> list[Result]:
+    """The peer and the engines by turns; a ratio below 1: the engines take less."""
+    functions, token_ids = rig.functions[min(rig.functions)], [2, *range(100, 115)]
+    ours = functions.logits(rig.model.leaves, token_ids)
+    difference = float(np.abs(ours - peer.logits(token_ids)).max())
+    results = [Result(f"{peer.name}: largest difference of logits", difference, "")]
+    for batch in effort.peer_batches:
+        rounds = effort.prompts if batch == 1 else 1
+        pairs: tuple[tuple[str, Callable[[], float], Callable[[], float]], ...] = (
+            (
+                "prefill",
+                partial(peer.prefill_seconds, CONTEXT, batch),
+                partial(rig.prefill_seconds, CONTEXT, batch),
+            ),
+            (
+                "decode step",
+                partial(peer.decode_seconds, batch, CONTEXT, effort.steps),
+                partial(rig.decode_seconds, batch, CONTEXT, effort.steps),
+            ),
+        )
+        for what, theirs, ours_seconds in pairs:
+            found = by_turns(theirs, ours_seconds, rounds)
+            name = f"{peer.name}: {what}, batch {batch}, {CONTEXT} tokens each"
+            ratio = statistics.median(b / a for a, b in zip(*found, strict=True))
+            results += [
+                Result(name, statistics.median(found[0]) * 1000, "ms"),
+                Result(f"{name}: engine's time / its", ratio, "x"),
+            ]
+    return results
 
 
 def growth_results(rig: EngineRig, effort: Effort) -> list[Result]:

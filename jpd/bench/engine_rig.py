@@ -98,17 +98,21 @@ class EngineRig:
         )
         self._num_attempts = 0
 
-    def prefill_seconds(self, num_tokens: int) -> float:
-        """From a prompt's arrival at an idle engine to its first token on the host."""
-        pages = self._take(num_tokens)
+    def prefill_seconds(self, num_tokens: int, num_prompts: int = 1) -> float:
+        """From the arrival of prompts at an idle engine to the last first token on the host."""
         token_ids = tuple(3 + number % 1000 for number in range(num_tokens))
-        task = PrefillTask(self._name(), token_ids, pages, 0, _greedy(1))
+        tasks = [
+            PrefillTask(self._name(), token_ids, self._take(num_tokens), 0, _greedy(1))
+            for _ in range(num_prompts)
+        ]
         start = time.perf_counter()
-        self.prefill.add(task)
+        for task in tasks:
+            self.prefill.add(task)
         while self.prefill.has_work:
             self.prefill.step()
         seconds = time.perf_counter() - start
-        self._allocator.free(pages)
+        for task in tasks:
+            self._allocator.free(task.page_ids)
         return seconds
 
     def decode_seconds(self, batch: int, context: int, num_steps: int) -> float:

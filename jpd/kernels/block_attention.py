@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jpd.kernels.running_softmax import Softmax, add_block, empty, finish
 from jpd.kernels.scores import AttentionSettings, masked_scores, visible
 
-KEYS_PER_BLOCK = 256
-QUERIES_PER_BLOCK = 256
+KEYS_PER_BLOCK = 128
+"""A row's last block is read whole, and is mostly not full."""
 
-KEYS_PER_STEP = 128
-"""Of one query: its last block is read whole, and is mostly not full."""
+QUERIES_PER_BLOCK = 128
+"""Of the blocks that only some of its queries see, half is computed for nothing."""
 
 MAX_SLICES = 8
 """So few pages are copied one by one, which is quicker than a gather."""
@@ -54,7 +54,7 @@ def attend_in_blocks(
     blocks = _Queries(
         queries.reshape(num_rows * per_row, width, *queries.shape[2:]),
         query_positions.reshape(num_rows * per_row, width),
-        jnp.repeat(_whole_blocks(page_table, pages.shape[1], width), per_row, axis=0),
+        jnp.repeat(_whole_blocks(page_table, pages.shape[1]), per_row, axis=0),
         jnp.repeat(kv_lengths, per_row),
     )
     out = jax.lax.map(lambda block: _attend(block, pages, sinks, settings), blocks)
@@ -62,15 +62,14 @@ def attend_in_blocks(
     return joined[:, :num_queries]
 
 
-def _pages_per_block(num_pages: int, page_size: int, num_queries: int) -> int:
-    num_keys = KEYS_PER_STEP if num_queries == 1 else KEYS_PER_BLOCK
-    return min(num_pages, max(1, num_keys // page_size))
+def _pages_per_block(num_pages: int, page_size: int) -> int:
+    return min(num_pages, max(1, KEYS_PER_BLOCK // page_size))
 
 
-def _whole_blocks(page_table: jax.Array, page_size: int, num_queries: int) -> jax.Array:
+def _whole_blocks(page_table: jax.Array, page_size: int) -> jax.Array:
     """The table widened to whole blocks with page 0, which is masked like all not written."""
     num_pages = page_table.shape[1]
-    missing = -num_pages % _pages_per_block(num_pages, page_size, num_queries)
+    missing = -num_pages % _pages_per_block(num_pages, page_size)
     return jnp.pad(page_table, ((0, 0), (0, missing)))
 
 
@@ -79,7 +78,7 @@ def _attend(
 ) -> jax.Array:  # [T, K, G, value width]
     page_size, num_pages = pages.shape[1], block.page_table.shape[0]
     width, kv_heads, group = block.queries.shape[:3]
-    per_block = _pages_per_block(num_pages, page_size, width)
+    per_block = _pages_per_block(num_pages, page_size)
     num_keys = per_block * page_size
     low, high = settings.value_columns
 

@@ -44,7 +44,7 @@ class Case:
     sinks: bool = False
 
 
-LONG = 3 * KEYS_PER_BLOCK // PAGE_SIZE + 5  # pages of a row: three blocks and a bit
+LONG = 6 * KEYS_PER_BLOCK // PAGE_SIZE + 5  # pages of a row: six blocks and a bit
 
 CASES = {
     "decode": Case((7, 0, 30), (1, 1, 1), 1, 4),
