@@ -1,7 +1,7 @@
 """`jpd bench engine`: how far the two engines are from what their matrix products alone take.
 
 1. Decode steps and prompts, as served, against the floor, by turns (`jpd.bench.floor`).
-2. How a step grows with batch and context; what its parts cost.
+2. What parts of them cost alone; how a step grows with batch and context.
 3. Hugging Face transformers beside them, where it is installed (`jpd.bench.peers`).
 4. When the device waits for the host (`jpd.bench.step_timeline`), and what the host does.
 Prefill's floor has the arithmetic of attention added by formula: see `attention_flops`.
@@ -20,6 +20,7 @@ from jpd.bench import host_work, peers
 from jpd.bench.engine_rig import EngineRig, load_model, random_model
 from jpd.bench.floor import Floor, check_plain
 from jpd.bench.results import Result
+from jpd.bench.step_parts import AttentionPart, choosing_part
 from jpd.checkpoint.model_source import Model
 from jpd.nn.config import DecoderConfig
 from jpd.nn.families import config_from_hf
@@ -93,7 +94,13 @@ def decode_results(rig: EngineRig, batch: int, effort: Effort) -> list[Result]:
 
     bare_seconds, step_seconds = by_turns(bare, step, effort.rounds)
     name = f"decode step, batch {batch}, {CONTEXT} tokens each"
-    return _ratio_results(name, "bare products", bare_seconds, step_seconds)
+    results = _ratio_results(name, "bare products", bare_seconds, step_seconds)
+    attention = AttentionPart(rig, batch, 1, CONTEXT)
+    parts: dict[str, Callable[[], object]] = {
+        "attention": attention,
+        "choosing tokens": choosing_part(rig, batch),
+    }
+    return results + [_part_result(name, part, run, effort) for part, run in parts.items()]
 
 
 def prefill_results(rig: EngineRig, num_tokens: int, effort: Effort) -> list[Result]:
@@ -107,7 +114,11 @@ def prefill_results(rig: EngineRig, num_tokens: int, effort: Effort) -> list[Res
     bare_seconds, seconds = by_turns(bare, lambda: rig.prefill_seconds(num_tokens), effort.prompts)
     name = f"prefill of {num_tokens} tokens"
     floor_name = f"bare products + {share:.0%} for attention"
-    return _ratio_results(name, floor_name, bare_seconds, seconds)
+    results = _ratio_results(name, floor_name, bare_seconds, seconds)
+    if num_tokens > rig.buckets.prefill_chunk:
+        return results
+    attention = AttentionPart(rig, 1, num_tokens, 0)
+    return [*results, _part_result(name, "attention", attention, effort)]
 
 
 def attention_flops(config: DecoderConfig, num_tokens: int) -> float:
@@ -182,6 +193,13 @@ def peer_results(rig: EngineRig, peer: peers.TransformersPeer, effort: Effort) -
                 Result(f"{name}: engine's time / its", ratio, "x"),
             ]
     return results
+
+
+def _part_result(name: str, part: str, run: Callable[[], object], effort: Effort) -> Result:
+    """The median time of a part alone."""
+    jax.block_until_ready(run())
+    found = [seconds_of(run, 1) for _ in range(effort.rounds)]
+    return Result(f"{name}: {part} alone", statistics.median(found) * 1000, "ms")
 
 
 def growth_results(rig: EngineRig, effort: Effort) -> list[Result]:
