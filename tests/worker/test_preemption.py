@@ -1,6 +1,8 @@
 """Room that runs out: rows grow, the youngest of the lowest priority yields, and is replayed."""
 
 import asyncio
+import contextlib
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -201,3 +203,26 @@ async def test_a_local_prefill_ends_with_its_reservation() -> None:
         for attempt in (low, high):
             await member.client.cancel(attempt.attempt_id)
         await running.assert_at_rest()
+
+
+async def test_random_traffic_in_a_pool_that_is_always_short() -> None:
+    """Lengths, priorities, cancels at random: every answer is its reference, nothing is left."""
+    draw = random.Random(3)
+    pages = {"prefill-0": 40, "decode-0": 14}
+    async with served(num_pages=pages, slots=3) as (running, router, metrics):
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(draw.random() * 0.2)
+            prompt = tuple(draw.randrange(2, 200) for _ in range(draw.randint(1, 20)))
+            max_tokens = draw.randint(1, 30)
+            asked = ask(router, prompt, max_tokens, priority=draw.choice((0, 0, 1)))
+            if number % 5:
+                tokens, _ = await asked
+                assert tokens == wanted(prompt, max_tokens)
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asked, draw.random() * 0.1)
+
+        await asyncio.gather(*(one(number) for number in range(60)))
+        assert metrics.value("jpd:preemptions_total", worker="decode-0") >= 1
+        assert router.health().status == "ok"
