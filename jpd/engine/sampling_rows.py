@@ -18,28 +18,77 @@ NUM_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 """Width of a row's stop ids: the request's own and the model's."""
 
 NO_TOKEN = -1
-NO_LOGPROBS = -1
+
+
+_PLAIN_FLOATS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+_PLAIN_INTS = (0, 0, 0, 0)
+"""The settings of a greedy row that asks for nothing, in the order of SamplingRows."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Sampling settings of the rows of a call."""
+    """Sampling settings of the rows of a call.
 
-    temperature: jax.Array  # float32 [B]; 0: greedy
-    top_p: jax.Array  # float32 [B]; 1: off
-    min_p: jax.Array  # float32 [B]; 0: off
-    top_k: jax.Array  # int32 [B]; 0: off
+    Few arrays, because each costs the host microseconds in every call.
+    """
+
+    floats: jax.Array  # float32 [B, 6]
+    ints: jax.Array  # int32 [B, 4]
     seed: jax.Array  # uint32 [B, 2]: high and low half
     stop_ids: jax.Array  # int32 [B, NUM_STOP_IDS], padded with NO_TOKEN
-    min_position: jax.Array  # int32 [B]: no stop id is chosen for a position before this one
-    repetition_penalty: jax.Array  # float32 [B]; 1: off
-    presence_penalty: jax.Array  # float32 [B]; 0: off
-    frequency_penalty: jax.Array  # float32 [B]; 0: off
-    output_start: jax.Array  # int32 [B]: where the output begins in the history
     bias_ids: jax.Array  # int32 [B, MAX_LOGIT_BIASES], padded with NO_TOKEN
     biases: jax.Array  # float32 [B, MAX_LOGIT_BIASES]
-    wants_logprobs: jax.Array  # bool [B]
+
+    @property
+    def temperature(self) -> jax.Array:
+        """float32 [B]; 0: greedy"""
+        return self.floats[:, 0]
+
+    @property
+    def top_p(self) -> jax.Array:
+        """float32 [B]; 1: off"""
+        return self.floats[:, 1]
+
+    @property
+    def min_p(self) -> jax.Array:
+        """float32 [B]; 0: off"""
+        return self.floats[:, 2]
+
+    @property
+    def repetition_penalty(self) -> jax.Array:
+        """float32 [B]; 1: off"""
+        return self.floats[:, 3]
+
+    @property
+    def presence_penalty(self) -> jax.Array:
+        """float32 [B]; 0: off"""
+        return self.floats[:, 4]
+
+    @property
+    def frequency_penalty(self) -> jax.Array:
+        """float32 [B]; 0: off"""
+        return self.floats[:, 5]
+
+    @property
+    def top_k(self) -> jax.Array:
+        """int32 [B]; 0: off"""
+        return self.ints[:, 0]
+
+    @property
+    def min_position(self) -> jax.Array:
+        """int32 [B]: no stop id is chosen for a position before this one."""
+        return self.ints[:, 1]
+
+    @property
+    def output_start(self) -> jax.Array:
+        """int32 [B]: where the output begins in the history."""
+        return self.ints[:, 2]
+
+    @property
+    def wants_logprobs(self) -> jax.Array:
+        """bool [B]"""
+        return self.ints[:, 3] != 0
 
     @property
     def has_penalties(self) -> jax.Array:
@@ -59,39 +108,28 @@ class SamplingRows:
 
     def only(self, active: jax.Array) -> "SamplingRows":
         """Rows that are not active [B] as plain greedy ones, which ask for no work."""
+        is_active = active[:, None]
         return replace(
             self,
-            temperature=jnp.where(active, self.temperature, 0.0),
-            min_position=jnp.where(active, self.min_position, 0),
-            repetition_penalty=jnp.where(active, self.repetition_penalty, 1.0),
-            presence_penalty=jnp.where(active, self.presence_penalty, 0.0),
-            frequency_penalty=jnp.where(active, self.frequency_penalty, 0.0),
-            bias_ids=jnp.where(active[:, None], self.bias_ids, NO_TOKEN),
-            wants_logprobs=active & self.wants_logprobs,
+            floats=jnp.where(is_active, self.floats, jnp.array(_PLAIN_FLOATS, jnp.float32)[None]),
+            ints=jnp.where(is_active, self.ints, jnp.array(_PLAIN_INTS, jnp.int32)[None]),
+            bias_ids=jnp.where(is_active, self.bias_ids, NO_TOKEN),
         )
 
 
 def greedy_rows(num_rows: int) -> SamplingRows:
     """Greedy rows without stop ids, on the host."""
 
-    def filled(value: float, dtype: type, *width: int) -> jax.Array:
-        return on_host(np.full((num_rows, *width), value, dtype))
+    def filled(value: float, dtype: type, width: int) -> jax.Array:
+        return on_host(np.full((num_rows, width), value, dtype))
 
     return SamplingRows(
-        temperature=filled(0, np.float32),
-        top_p=filled(1, np.float32),
-        min_p=filled(0, np.float32),
-        top_k=filled(0, np.int32),
+        floats=on_host(np.tile(np.array(_PLAIN_FLOATS, np.float32), (num_rows, 1))),
+        ints=on_host(np.tile(np.array(_PLAIN_INTS, np.int32), (num_rows, 1))),
         seed=filled(0, np.uint32, 2),
         stop_ids=filled(NO_TOKEN, np.int32, NUM_STOP_IDS),
-        min_position=filled(0, np.int32),
-        repetition_penalty=filled(1, np.float32),
-        presence_penalty=filled(0, np.float32),
-        frequency_penalty=filled(0, np.float32),
-        output_start=filled(0, np.int32),
         bias_ids=filled(NO_TOKEN, np.int32, MAX_LOGIT_BIASES),
         biases=filled(0, np.float32, MAX_LOGIT_BIASES),
-        wants_logprobs=filled(0, np.bool_),
     )
 
 
@@ -107,27 +145,23 @@ def sampling_row(
     """
     if len(stop_token_ids) > NUM_STOP_IDS:
         raise ValueError(f"{len(stop_token_ids)} stop ids, a row has room for {NUM_STOP_IDS}")
-
-    def one(value: Any, dtype: type) -> jax.Array:
-        return on_host(np.array([value], dtype))
-
     bias_ids, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
     seed = (sampling.seed or 0) % (1 << 64)
+    floats = (
+        *(sampling.temperature, sampling.top_p, sampling.min_p),
+        *(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty),
+    )
+    ints = (
+        *(sampling.top_k, first_position + sampling.min_tokens),
+        *(first_position - num_output_tokens, sampling.logprobs is not None),
+    )
     return SamplingRows(
-        temperature=one(sampling.temperature, np.float32),
-        top_p=one(sampling.top_p, np.float32),
-        min_p=one(sampling.min_p, np.float32),
-        top_k=one(sampling.top_k, np.int32),
-        seed=one([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+        floats=on_host(np.array([floats], np.float32)),
+        ints=on_host(np.array([ints], np.int32)),
+        seed=on_host(np.array([[seed >> 32, seed & 0xFFFFFFFF]], np.uint32)),
         stop_ids=_padded(stop_token_ids, NUM_STOP_IDS, NO_TOKEN, np.int32),
-        min_position=one(first_position + sampling.min_tokens, np.int32),
-        repetition_penalty=one(sampling.repetition_penalty, np.float32),
-        presence_penalty=one(sampling.presence_penalty, np.float32),
-        frequency_penalty=one(sampling.frequency_penalty, np.float32),
-        output_start=one(first_position - num_output_tokens, np.int32),
         bias_ids=_padded(bias_ids, MAX_LOGIT_BIASES, NO_TOKEN, np.int32),
         biases=_padded(biases, MAX_LOGIT_BIASES, 0, np.float32),
-        wants_logprobs=one(sampling.logprobs is not None, np.bool_),
     )
 
 
