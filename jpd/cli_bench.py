@@ -2,18 +2,22 @@
 
 import argparse
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from jpd.api import launch
-from jpd.bench import engine, router, speculation
+from jpd.api import Server, launch
+from jpd.bench import engine, interference, router, speculation
+from jpd.bench.gap_plot import write_plots
 from jpd.bench.results import Result, results_table, write_json
 from jpd.bench.serving import measure_serving
 from jpd.checkpoint.model_source import open_model
 from jpd.checkpoint.package_weights import cache_folder
 from jpd.cli_pair import add_weights_argument, load_pair, make_console
 from jpd.cli_progress import ProgressLine
+from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
+from jpd.launch.pinning import pin_process
 from jpd.parallel.platform import enable_compilation_cache, ensure_cpu_devices
 
 HELP = "measure; a missed target is exit 1 only with --strict"
@@ -45,11 +49,31 @@ def _speculation(options: argparse.Namespace) -> Sequence[Result]:
         return speculation.run(server)
 
 
+def _interference(options: argparse.Namespace) -> Sequence[Result]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ConfigError([Problem("jpd bench", "cores", cores, "two are needed, one a host")])
+    model = open_model(options.model)
+    pin_process(cores[:1], "jpd bench", "router")
+    effort = interference.QUICK if options.quick else interference.FULL
+
+    def start(deployment: DeploymentConfig) -> Server:
+        return launch(model, deployment, progress=ProgressLine())
+
+    gaps = interference.run(start, model.config.vocab_size, (cores[0], cores[1]), effort)
+    results = [result for mode in gaps for result in interference.gap_results(mode)]
+    if options.plot is not None:
+        for path in write_plots(options.plot, gaps, results):
+            print(f"plot: {path}")
+    return results
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "router": _router,
     "engine": _engine,
     "serving": _serving,
     "speculation": _speculation,
+    "interference": _interference,
 }
 
 
@@ -74,6 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE", help="of router: replay this one too (JSON lines)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer runs: engine in two minutes")
+    parser.add_argument(
+        "--plot", type=Path, metavar="STEM", help="of interference: write STEM.png and STEM.html"
+    )
     parser.add_argument("--strict", action="store_true", help="exit 1 on a missed target")
 
 

@@ -5,6 +5,7 @@ The ready line goes to stdout, everything else to stderr. After it nothing compi
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import math
 import socket
@@ -39,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=5.0,
         metavar="S",
         help="how long running requests may go on after a signal, default 5",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="let hosts talk over a network without certificates ([security])",
     )
     parser.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
 
@@ -82,6 +88,9 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     _check_ports(options.host, (options.http_port, options.grpc_port))
     model, deployment = load_pair(options, chat_template=options.chat_template)
+    if options.insecure:
+        security = dataclasses.replace(deployment.security, insecure=True)
+        deployment = dataclasses.replace(deployment, security=security)
     print(f"loading {model.name} on {deployment.file} ...", file=sys.stderr, flush=True)
     with launch(model, deployment, progress=ProgressLine()) as server:
         try:

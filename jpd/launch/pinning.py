@@ -18,12 +18,17 @@ def pin_process(cores: Sequence[int], file: str, host: str) -> None:
     Must run before JAX is first used: it makes as many threads as it finds cores. Raises
     ConfigError when a core is not there.
     """
-    here = sorted(os.sched_getaffinity(0))
-    missing = [core for core in cores if core not in here]
-    if missing:
-        rule = f"cores {missing} are not there: this process may use {here}"
+    if not cores:
+        return
+    try:
+        os.sched_setaffinity(0, cores)  # also beyond what whoever started us keeps to
+        given = os.sched_getaffinity(0)
+    except OSError:
+        given = set()
+    if given != set(cores):
+        rule = f"the machine gives this process {sorted(given) or 'none'} of them"
         raise ConfigError([Problem(file, f"host.{host}.cores", list(cores), rule)])
-    for thread in THREADS.iterdir() if cores else ():
+    for thread in THREADS.iterdir():
         os.sched_setaffinity(int(thread.name), cores)
 
 

@@ -1,0 +1,226 @@
+"""`jpd bench interference`: what running streams lose while long prompts keep arriving.
+
+1. Two hosts, each pinned to a core: one prefills and one decodes, or both do both.
+2. Four streams alone, then the same streams while one prompt of 2,000 tokens follows another.
+3. The gaps between their tokens, alone and under that load: p50, p99, longest, and a picture.
+
+The router shares the first core, so that the second belongs to its host alone. A prompt asks for
+its first token only: what is measured is prefill, and its KV on the way, beside decode.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+from jpd.bench.results import Result
+from jpd.config import (
+    CacheConfig,
+    DeploymentConfig,
+    EngineConfig,
+    HostConfig,
+    LaunchConfig,
+    Role,
+    RouterConfig,
+    WorkerConfig,
+)
+from jpd.mesh_file import resolve_dtypes
+
+NUM_STREAMS = 4
+STREAM_PROMPT_TOKENS = 32
+PROMPT_TOKENS = 2000
+MAX_MODEL_LEN = 2304
+PAGE_SIZE = 16
+CHUNK = 128
+P99_RATIO_TARGET = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long each phase is watched."""
+
+    warm_seconds: float
+    alone_seconds: float
+    loaded_seconds: float
+
+
+FULL = Effort(warm_seconds=3.0, alone_seconds=30.0, loaded_seconds=60.0)
+QUICK = Effort(warm_seconds=2.0, alone_seconds=8.0, loaded_seconds=16.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Gaps between tokens of all streams of one mode: when each ended, and how long it was."""
+
+    mode: str
+    alone: tuple[tuple[float, float], ...]  # seconds since the mode's first token, seconds
+    loaded: tuple[tuple[float, float], ...]
+    prompts: tuple[float, ...]  # when each long prompt had its first token
+    load_start: float
+
+
+class Delta(Protocol):
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+
+class Streams(Protocol):
+    """What is needed of `jpd.api.Server`."""
+
+    def astream(
+        self, prompt: Sequence[int], *, max_tokens: int, temperature: float, ignore_eos: bool
+    ) -> AsyncIterator[Delta]: ...
+
+
+class Running(Protocol):
+    """A server to be used in `with`."""
+
+    def __enter__(self) -> Streams: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None: ...
+
+
+Launch = Callable[[DeploymentConfig], Running]
+
+
+def deployments(cores: Sequence[int]) -> dict[str, DeploymentConfig]:
+    """By mode; each has a host on each of the two cores."""
+    apart: tuple[Role, Role] = ("prefill", "decode")
+    both: tuple[Role, Role] = ("colocated", "colocated")
+    return {
+        "disaggregated": _deployment(cores, apart, CHUNK),
+        "colocated, chunked": _deployment(cores, both, CHUNK),
+        "colocated, whole prompts": _deployment(cores, both, -(-PROMPT_TOKENS // PAGE_SIZE) * 16),
+    }
+
+
+def _deployment(cores: Sequence[int], roles: Sequence[Role], chunk: int) -> DeploymentConfig:
+    hosts = tuple(HostConfig(f"core-{core}", "cpu", 1, cores=(core,)) for core in cores)
+    workers = tuple(
+        WorkerConfig(
+            f"{role}-{index}", role, host.name, (0,), 1, 1, 1, 0 if role == "prefill" else 8
+        )
+        for index, (role, host) in enumerate(zip(roles, hosts, strict=True))
+    )
+    pages = 1 + (NUM_STREAMS + 2) * MAX_MODEL_LEN // PAGE_SIZE
+    deployment = DeploymentConfig(
+        file="jpd bench interference",
+        hosts=hosts,
+        workers=workers,
+        cache=CacheConfig(PAGE_SIZE, pages=pages, retain_seconds=0.0),
+        engine=EngineConfig(
+            max_model_len=MAX_MODEL_LEN,
+            prefill_chunk=chunk,
+            context_buckets=(MAX_MODEL_LEN // 2, MAX_MODEL_LEN),
+            max_steps_per_call=1,  # a token a step, or gaps would come in groups
+        ),
+        router=RouterConfig(),
+        slos=(),
+        launch=LaunchConfig("subprocess"),
+    )
+    return resolve_dtypes(deployment)
+
+
+async def measure_gaps(mode: str, server: Streams, vocab_size: int, effort: Effort) -> Gaps:
+    """Run the streams alone, then under load, and keep when every token came."""
+    draw = np.random.default_rng(0)
+
+    def prompt(num_tokens: int) -> list[int]:
+        return [int(token) for token in draw.integers(0, vocab_size, num_tokens)]
+
+    times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
+    async with asyncio.TaskGroup() as group:
+        streams = [
+            group.create_task(_stream(server, prompt(STREAM_PROMPT_TOKENS), stream_times))
+            for stream_times in times
+        ]
+        while not all(times):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(effort.warm_seconds)
+        start = time.monotonic()
+        await asyncio.sleep(effort.alone_seconds)
+        load_start = time.monotonic()
+        arrivals: list[float] = []
+        while time.monotonic() < load_start + effort.loaded_seconds:
+            await _stream(server, prompt(PROMPT_TOKENS), arrivals, max_tokens=1)
+        end = time.monotonic()
+        for stream in streams:
+            stream.cancel()
+    return Gaps(
+        mode,
+        _between(times, start, start, load_start),
+        _between(times, start, load_start, end),
+        tuple(arrival - start for arrival in arrivals),
+        load_start - start,
+    )
+
+
+async def _stream(
+    server: Streams,
+    prompt: Sequence[int],
+    times: list[float],
+    max_tokens: int = MAX_MODEL_LEN // 2 - STREAM_PROMPT_TOKENS,
+) -> None:
+    stream = server.astream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    async for delta in stream:
+        times += [time.monotonic()] * len(delta.token_ids)
+
+
+def _between(
+    times: Sequence[Sequence[float]], origin: float, start: float, end: float
+) -> tuple[tuple[float, float], ...]:
+    """Gaps that ended in this span, of all streams."""
+    gaps = [
+        (later - origin, later - earlier)
+        for stream in times
+        for earlier, later in zip(stream, stream[1:], strict=False)
+        if start <= later < end
+    ]
+    return tuple(sorted(gaps))
+
+
+def gap_results(gaps: Gaps) -> list[Result]:
+    """Percentiles alone and under load, and how much the load costs."""
+    target = P99_RATIO_TARGET if gaps.mode == "disaggregated" else None
+    results = []
+    for phase, found in (("alone", gaps.alone), ("under load", gaps.loaded)):
+        seconds = [gap for _, gap in found]
+        for name, value in (
+            ("p50", statistics.median(seconds)),
+            ("p99", percentile(seconds, 0.99)),
+            ("longest", max(seconds)),
+        ):
+            results.append(Result(f"{gaps.mode}: ITL {name}, {phase}", value * 1000, "ms"))
+    ratio = percentile([g for _, g in gaps.loaded], 0.99) / percentile(
+        [g for _, g in gaps.alone], 0.99
+    )
+    results.append(Result(f"{gaps.mode}: ITL p99 under load / alone", ratio, "x", target))
+    span = gaps.loaded[-1][0] - gaps.load_start
+    rate = len(gaps.prompts) * PROMPT_TOKENS / span
+    results.append(Result(f"{gaps.mode}: prompts under way", rate, "tokens/s"))
+    return results
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that this share of all does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def run(launch: Launch, vocab_size: int, cores: Sequence[int], effort: Effort) -> list[Gaps]:
+    """Every mode in turn, each with hosts of its own."""
+    found = []
+    for mode, deployment in deployments(cores).items():
+        with launch(deployment) as server:
+            found.append(asyncio.run(measure_gaps(mode, server, vocab_size, effort)))
+    return found
