@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jpd.api import Server, launch
-from jpd.bench import engine, interference, router, speculation
+from jpd.bench import engine, interference, router, speculation, transfer
 from jpd.bench.gap_plot import write_plots
+from jpd.bench.kv_peer import NUM_DEVICES
 from jpd.bench.results import Result, results_table, write_json
 from jpd.bench.serving import measure_serving
 from jpd.checkpoint.model_source import open_model
@@ -68,8 +69,14 @@ def _interference(options: argparse.Namespace) -> Sequence[Result]:
     return results
 
 
+def _transfer(options: argparse.Namespace) -> Sequence[Result]:
+    ensure_cpu_devices(NUM_DEVICES)
+    return transfer.run(is_quick=options.quick)
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "router": _router,
+    "transfer": _transfer,
     "engine": _engine,
     "serving": _serving,
     "speculation": _speculation,
@@ -84,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="gemma-3-270m",
         metavar="M",
-        help="of all but router; default gemma-3-270m",
+        help="of all but router and transfer; default gemma-3-270m",
     )
     parser.add_argument(
         "--mesh",
