@@ -15,6 +15,7 @@ KVTransport = Literal["host_staged", "jax_transfer"]
 PrefillLostPolicy = Literal["retry_other_prefill", "fail"]
 TransferFailedPolicy = Literal["retry", "fail"]
 DecodeLostPolicy = Literal["replay", "fail"]
+LatePolicy = Literal["shed", "serve"]
 PolicyName = Literal[
     "cost",
     "round_robin",
@@ -129,10 +130,14 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True)
 class SloConfig:
+    """A class of requests: what it is promised, and what that is worth."""
+
     name: str
     ttft_ms: float
     tpot_ms: float
     priority: int = 0
+    weight: float = 1.0  # share of the turns while several classes wait for room
+    late: LatePolicy = "shed"  # who would miss the targets because of others: 429, or served late
 
 
 @dataclass(frozen=True, slots=True)

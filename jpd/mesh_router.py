@@ -8,6 +8,7 @@ from typing import cast
 from jpd.config import (
     DecodeLostPolicy,
     FailureConfig,
+    LatePolicy,
     PolicyName,
     PrefillLostPolicy,
     RouterConfig,
@@ -52,6 +53,8 @@ def read_slo(table: Table) -> SloConfig:
         ttft_ms=table.number("ttft_ms", 1.0, above=True),
         tpot_ms=table.number("tpot_ms", 1.0, above=True),
         priority=table.integer("priority", 0, low=-1000, high=1000),
+        weight=table.number("weight", 1.0, low=0.01, high=1e6),
+        late=cast(LatePolicy, table.choice("late", "shed", LatePolicy)),
     )
     table.close()
     return slo

@@ -66,6 +66,9 @@ class Metrics:
         self.requests = self._counter("requests", "ended requests", "outcome")
         self.requests_failed = self._counter("requests_failed", "failed requests", "reason")
         self.router_decisions = self._counter("router_decisions", "paths taken", "path")
+        self.admissions = self._counter(
+            "admissions", "requests admitted at once, queued, or shed at arrival", "slo", "outcome"
+        )
         self.retries = self._counter("retries", "attempts begun again", "reason")
         self.preemptions = self._counter(
             "preemptions", "attempts whose room was taken back for others", "worker"

@@ -6,7 +6,7 @@ Called by `jpd bench router`.
 from pathlib import Path
 from typing import get_args
 
-from jpd.bench import router_decisions, router_replay, traces
+from jpd.bench import router_decisions, router_overload, router_replay, traces
 from jpd.bench.results import Result
 from jpd.config import PolicyName
 
@@ -14,6 +14,7 @@ QUICK_INDEX_SIZES = (10_000, 1_000_000)
 INDEX_SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 NUM_DECISIONS = 5000
 NUM_REQUESTS = 4000
+OVERLOAD_SECONDS, QUICK_OVERLOAD_SECONDS = 3600.0, 180.0
 COMPARED_TRACE = "sessions"
 """The made-up trace through which every policy goes; the others only tell of the first."""
 
@@ -30,4 +31,4 @@ def run(*, trace: Path | None = None, is_quick: bool = False) -> list[Result]:
         found += router_replay.results(name, write(NUM_REQUESTS // share), compared)
     if trace is not None and requests is not None:
         found += router_replay.results(trace.name, requests, policies)
-    return found
+    return found + router_overload.results(QUICK_OVERLOAD_SECONDS if is_quick else OVERLOAD_SECONDS)

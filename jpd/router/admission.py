@@ -1,19 +1,21 @@
-"""The queue for room: highest priority first, then first come first served; bounded; never polled.
+"""The queue for room: in the order of `jpd.router.lines`; bounded in length and time; never polled.
 
 1. A request that finds nobody waiting tries to reserve at once; one that is refused waits here.
-2. Whenever room may have been freed the first in line tries again, then the next, until one is
-   refused. Nobody of the same priority overtakes it, so small ones cannot starve a large one.
+2. Whenever room may have been freed the first in order tries again, then the next, until one is
+   refused. Nobody overtakes it out of turn, so small ones cannot starve a large one.
 3. Tries overlap only when the router's own count says there is room for both.
+4. `seconds_of_wait` foretells the wait from the pace of late, so that who would come too late is
+   refused at once.
 
 Knows no workers: a try and the count of room are functions. Used by `jpd.router.journey`.
 """
 
 import asyncio
-import bisect
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from jpd.errors import OverloadedError
+from jpd.router.lines import Key, Lines
 
 MIN_RETRY_AFTER_SECONDS = 1.0
 MAX_RETRY_AFTER_SECONDS = 60.0
@@ -25,8 +27,17 @@ Reserved = TypeVar("Reserved")
 class Ticket:
     """A place in the queue. `may_skip`: it excludes workers, so those behind it may still try."""
 
-    def __init__(self, priority: int, sequence: int, fits: Callable[[], bool]) -> None:
-        self.key = (-priority, sequence)
+    def __init__(
+        self,
+        due: float,
+        sequence: int,
+        fits: Callable[[], bool],
+        *,
+        line: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        self.key: Key = (due, sequence)
+        self.line, self.weight = line, weight
         self.fits = fits
         self.may_skip = False
         self.tried_generation = -1
@@ -44,12 +55,12 @@ class WaitingRoom:
         on_length: Callable[[int], None] = lambda length: None,
     ) -> None:
         self._max_waiting, self._clock, self._on_length = max_waiting, clock, on_length
-        self._line: list[Ticket] = []  # sorted by key
+        self._line: Lines[Ticket] = Lines()
         self._generation = 0  # counts the events that may have freed room
         self._granted: Ticket | None = None  # was given the turn, has not begun its try
         self._num_trying = 0
-        self._last_admitted: float | None = None
-        self._mean_gap_seconds = MIN_RETRY_AFTER_SECONDS
+        self._last_admitted: float | None = None  # since somebody waits, or that began
+        self._mean_gap_seconds: float | None = None  # between two admissions while some wait
 
     @property
     def num_waiting(self) -> int:
@@ -79,7 +90,7 @@ class WaitingRoom:
             while True:
                 reserved = await self._try(ticket, attempt)
                 if reserved is not None:
-                    self._note_admitted()
+                    self._note_admitted(ticket)
                     return reserved
                 self._join(ticket, is_retry)
                 await self._await_turn(ticket, seconds_left())
@@ -89,14 +100,21 @@ class WaitingRoom:
         finally:
             self._leave(ticket)
 
+    def seconds_of_wait(self, ticket: Ticket) -> float:
+        """How long it would wait from now on, at the pace of late; 0.0 when nobody waits."""
+        if not self._line or self._last_admitted is None:
+            return 0.0
+        gap = max(self._mean_gap_seconds or 0.0, self._clock() - self._last_admitted)
+        return gap * (1 + self._line.num_before(ticket))
+
     def retry_after_seconds(self) -> float:
         """How long the line takes at the present pace."""
-        estimate = self._mean_gap_seconds * (1 + len(self._line))
-        return min(MAX_RETRY_AFTER_SECONDS, max(MIN_RETRY_AFTER_SECONDS, estimate))
+        gap = MIN_RETRY_AFTER_SECONDS if self._mean_gap_seconds is None else self._mean_gap_seconds
+        return bounded_retry_after(gap * (1 + len(self._line)))
 
     def check_integrity(self) -> None:
         """Counts against a recount. Raises AssertionError."""
-        assert self._line == sorted(self._line, key=_key), "the line is out of order"
+        self._line.check_integrity()
         assert self._num_trying >= sum(ticket.is_trying for ticket in self._line)
         assert self._granted is None or self._granted in self._line, "the turn is with nobody"
 
@@ -124,16 +142,19 @@ class WaitingRoom:
             return
         if len(self._line) >= self._max_waiting and not is_retry:
             self._make_place(ticket)
-        bisect.insort(self._line, ticket, key=_key)
+        if not self._line:
+            self._last_admitted = self._clock()
+        self._line.add(ticket)
         self._on_length(len(self._line))
 
     def _make_place(self, ticket: Ticket) -> None:
-        """The last in line yields to a higher priority; else the newcomer is refused."""
+        """The last in order yields to who would stand before it; else the newcomer is refused."""
         error = OverloadedError(
             f"{len(self._line)} requests are waiting for room", self.retry_after_seconds()
         )
-        last = self._line[-1] if self._line else None
-        if last is None or last.key[0] <= ticket.key[0] or last.turn is None or last.turn.done():
+        last = self._line.last()
+        is_last = last is None or self._line.num_before(ticket) >= len(self._line)
+        if is_last or last is None or last.turn is None or last.turn.done():
             raise error
         last.turn.set_exception(error)
         self._remove(last)
@@ -175,17 +196,21 @@ class WaitingRoom:
             self._remove(ticket)
         self._give_turn()
 
-    def _remove(self, ticket: Ticket) -> None:
-        self._line.remove(ticket)
+    def _remove(self, ticket: Ticket, *, is_served: bool = False) -> None:
+        self._line.remove(ticket, is_served=is_served)
         self._on_length(len(self._line))
 
-    def _note_admitted(self) -> None:
+    def _note_admitted(self, ticket: Ticket) -> None:
+        if ticket not in self._line or self._last_admitted is None:
+            return
         now = self._clock()
-        if self._last_admitted is not None:
-            gap = now - self._last_admitted
-            self._mean_gap_seconds += _GAP_WEIGHT * (gap - self._mean_gap_seconds)
+        gap = now - self._last_admitted
+        known = gap if self._mean_gap_seconds is None else self._mean_gap_seconds
+        self._mean_gap_seconds = known + _GAP_WEIGHT * (gap - known)
         self._last_admitted = now
+        self._remove(ticket, is_served=True)
 
 
-def _key(ticket: Ticket) -> tuple[int, int]:
-    return ticket.key
+def bounded_retry_after(seconds: float) -> float:
+    """What a client is told: neither hammering nor giving up helps anybody."""
+    return min(MAX_RETRY_AFTER_SECONDS, max(MIN_RETRY_AFTER_SECONDS, seconds))

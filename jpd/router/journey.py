@@ -12,12 +12,17 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from jpd.cache.page_hashes import page_hashes
-from jpd.errors import JpdError, RequestCancelledError, WorkerError, WorkerLostError
+from jpd.errors import (
+    JpdError,
+    RequestCancelledError,
+    WorkerError,
+    WorkerLostError,
+)
 from jpd.request import RequestState, TokenOutput
 from jpd.router import policy
 from jpd.router.accounting import account_end, account_tokens
 from jpd.router.admission import Ticket
+from jpd.router.demand import Demand
 from jpd.router.failure import Action, AttemptFailedError, Fault, FaultFacts, decide
 from jpd.router.holding import Holding
 from jpd.router.parts import RouterParts
@@ -29,13 +34,9 @@ from jpd.worker.protocol import (
     DecodeEvent,
     PrefillResult,
     Reservation,
-    reserved_tokens,
 )
 
 _log = logging.getLogger(__name__)
-
-DRAW_FACTOR, DRAW_RANGE = 2_654_435_761, 1 << 32
-"""Spread the numbers of requests evenly, for policies that draw by lot."""
 
 
 class Journey:
@@ -46,6 +47,7 @@ class Journey:
         self._clock = parts.clock
         self.record, self._mailbox = record, mailbox
         self._timeline = record.timeline
+        self._demand = Demand(parts, record)
         self.holding: Holding | None = None  # of the present attempt
         self._stopped_by_client = False
         # Of the last attempt, for the failure table:
@@ -106,20 +108,14 @@ class Journey:
 
     async def _reserve(self, attempt: Attempt) -> tuple[Holding, Reservation]:
         """Wait for room. Raises OverloadedError, RequestError, WorkerError: nobody left to ask."""
-        record, wishes = self.record, self._wishes()
-        if not record.page_hashes:
-            record.page_hashes = page_hashes(
-                record.request.prompt_token_ids, self._parts.page_size, record.request.cache_salt
-            )
-        ticket = Ticket(
-            attempt.priority,
-            record.sequence,
-            lambda: policy.has_room(self._fleet.snapshot(), wishes),
-        )
+        record, demand = self.record, self._demand
+        wishes = demand.wishes()
+        ticket = demand.ticket(lambda: policy.has_room(self._fleet.snapshot(), wishes))
+        until = demand.latest_admission(ticket)
         reserved = await self._parts.waiting_room.admit(
             ticket,
             lambda: self._try_to_reserve(attempt, ticket),
-            lambda: attempt.deadline - self._clock(),
+            lambda: until - self._clock(),
             is_retry=record.num_attempts > 1,
         )
         record.advance(RequestState.RESERVED, self._clock())
@@ -129,9 +125,9 @@ class Journey:
         self, attempt: Attempt, ticket: Ticket
     ) -> tuple[Holding, Reservation] | None:
         """Ask the decode workers in turn, best first; one that fails is not asked again."""
-        wishes = self._wishes()
+        wishes = self._demand.wishes()
         self._check_somebody_decodes(wishes)
-        for view in self._parts.placement.rank_decoders(self._complete(wishes)):
+        for view in self._parts.placement.rank_decoders(self._demand.completed()):
             self.holding = holding = Holding(self._parts, attempt, wishes.row)
             try:
                 reservation = await holding.reserve(view.name)
@@ -141,7 +137,7 @@ class Journey:
                 continue
             if reservation is not None:
                 return holding, reservation
-        wishes = self._wishes()
+        wishes = self._demand.wishes()
         self._check_somebody_decodes(wishes)
         ticket.may_skip = bool(wishes.lost or wishes.avoided)
         return None
@@ -151,7 +147,7 @@ class Journey:
         decode = reservation.worker
         self._decode_worker, self._prefill_worker = decode, ""
         self._num_uncached_tokens = len(attempt.token_ids) - reservation.num_cached_tokens
-        wishes = self._complete(self._wishes())
+        wishes = self._demand.completed()
         choice = self._parts.placement.choose(decode, reservation.num_cached_tokens, wishes)
         if choice is None:
             error = WorkerError("prefill", self._why_nobody("prefill"))
@@ -188,7 +184,7 @@ class Journey:
         record.advance(RequestState.PREFILLING, self._clock())
         result = await holding.prefill(worker, reservation, choice.num_uncached_tokens)
         self._fleet.see_prefill(worker, result.num_computed_tokens, result.prefill_seconds)
-        self._fleet.prefixes.expect(worker, record.page_hashes)
+        self._fleet.prefixes.expect(worker, self._demand.page_hashes())
         if record.sent_token_ids:
             self._timeline.num_replayed_tokens += result.num_computed_tokens
             self._metrics.replayed_tokens.inc(result.num_computed_tokens)
@@ -260,6 +256,7 @@ class Journey:
                 self._mailbox.put(output)
             return False
         record.advance(RequestState.FINISHED, now)
+        self._parts.placement.note_output(len(record.sent_token_ids))
         self._mailbox.put(replace(output, finish_reason=finish_reason, timeline=self._timeline))
         account_end(self._metrics, record, None)
         self._mailbox.end(None)
@@ -309,7 +306,7 @@ class Journey:
     def _facts(self, fault: Fault) -> FaultFacts:
         decoder = self._fleet.view(self._decode_worker)
         limit = self._parts.config.local_prefill_tokens
-        wishes = self._wishes()
+        wishes = self._demand.wishes()
         prefill = self._parts.placement.choose_prefill(decoder.name, wishes)
         return FaultFacts(
             num_faults=self.record.num_faults[fault],
@@ -317,38 +314,6 @@ class Journey:
             other_prefill=prefill is not None,
             other_decode=bool(policy.capable_decoders(self._fleet.snapshot(), wishes)),
         )
-
-    def _wishes(self) -> policy.Wishes:
-        """What the request wants, by itself."""
-        record, resolved = self.record, self.record.resolved
-        request = resolved.request
-        num_tokens = request.num_prompt_tokens + resolved.max_tokens
-        num_done = num_tokens - record.num_tokens_left
-        num_first = reserved_tokens(num_done, record.num_tokens_left, self._parts.reserve_tokens)
-        row = policy.Row(self._num_pages(num_first), num_first < num_tokens, resolved.priority)
-        binding = self._parts.sessions.find(request.session_id)
-        return policy.Wishes(
-            row=row,
-            num_sequence_pages=self._num_pages(num_tokens),
-            num_tokens=num_done,
-            session_id=request.session_id,
-            sticky_decode=binding.decode_worker if binding is not None else None,
-            sticky_prefill=binding.prefill_worker if binding is not None else None,
-            pinned_decode=request.decode_worker,
-            pinned_prefill=request.prefill_worker,
-            lost=record.lost_workers,
-            avoided=record.avoided_workers,
-            disaggregate=False if record.must_be_local else request.disaggregate,
-            draw=record.sequence * DRAW_FACTOR % DRAW_RANGE,
-        )
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._parts.page_size)
-
-    def _complete(self, wishes: policy.Wishes) -> policy.Wishes:
-        """And in the light of what is known of the fleet."""
-        record = self.record
-        return self._parts.placement.complete(wishes, record.page_hashes, record.num_tokens_left)
 
     def _note_lost(self, worker: str, reason: str) -> None:
         self.record.lost_workers.add(worker)

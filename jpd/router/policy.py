@@ -16,6 +16,8 @@ Path = Literal["disaggregated", "local"]
 Fleet = Sequence["WorkerView"]
 
 _SEED = RateSeed()
+PACE_FACTOR = 1.25
+"""A step of a single row may be this much longer before its pace is taken as the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Wishes:
     local_prefill_tokens: int = 0  # longer uncached suffixes are never prefilled on decode
     is_long: bool = False  # among the prompts of late
     draw: int = 0  # a random number of this request
+    pace: float | None = None  # seconds of a decode step it can bear
     recent_scale: float = 1.0  # WorkerView.recent_tokens times this are tokens
 
     def num_uncached(self, worker: str) -> int:
@@ -114,8 +117,20 @@ def capable_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
 
 
 def free_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
-    """Those of them with a row to give."""
-    return [view for view in capable_decoders(fleet, wishes) if view.num_rows < view.num_slots]
+    """Those of them with a row to give, at a pace that the request can bear."""
+    return [
+        view
+        for view in capable_decoders(fleet, wishes)
+        if view.num_rows < view.num_slots and keeps_pace(view, wishes)
+    ]
+
+
+def keeps_pace(view: WorkerView, wishes: Wishes) -> bool:
+    """Whether one row more leaves steps short enough; an empty batch is as fast as it gets."""
+    if wishes.pace is None or view.num_rows == 0:
+        return True
+    line = view.step_line
+    return line.at(view.num_rows + 1) <= max(wishes.pace, PACE_FACTOR * line.at(1))
 
 
 def yielding_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jpd.config import SloConfig
 from jpd.request import Request, RequestState, SamplingParams, Timeline
 from jpd.router.failure import Fault
 from jpd.worker.protocol import Attempt
@@ -45,6 +46,7 @@ class ResolvedRequest:
     sampling: SamplingParams  # max_tokens and seed are set
     stop_token_ids: tuple[int, ...]
     priority: int
+    slo: SloConfig | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -70,7 +72,7 @@ class RequestRecord:
     lost_workers: set[str] = field(default_factory=set)  # never again for this request
     avoided_workers: set[str] = field(default_factory=set)  # only when there is no other
     must_be_local: bool = False  # the failure table decided so
-    page_hashes: tuple[int, ...] = ()  # of the prompt's full pages
+    page_hashes: tuple[int, ...] | None = None  # of the prompt's full pages, once asked for
 
     @property
     def request(self) -> Request:

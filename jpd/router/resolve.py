@@ -41,6 +41,7 @@ def resolve(
     _check_prompt(request.prompt_token_ids, limits.vocab_size)
     _check_path(request.disaggregate, fleet)
     _check_pins(request, fleet)
+    slo = _slo(request, slos)
     seed = request.sampling.seed
     max_tokens = _resolve_max_tokens(request, limits.context(fleet))
     num_tokens = request.num_prompt_tokens + max_tokens
@@ -52,7 +53,8 @@ def resolve(
             seed=draw_seed() if seed is None else seed,
         ),
         stop_token_ids=_stop_token_ids(request.sampling, request.eos_token_ids),
-        priority=_priority(request, slos),
+        priority=request.priority or (slo.priority if slo is not None else 0),
+        slo=slo,
     )
 
 
@@ -133,11 +135,11 @@ def _stop_token_ids(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> t
     return token_ids
 
 
-def _priority(request: Request, slos: Mapping[str, SloConfig]) -> int:
-    """The request's own, or that of its class."""
+def _slo(request: Request, slos: Mapping[str, SloConfig]) -> SloConfig | None:
+    """The class it names; its priority holds unless the request has one of its own."""
     if request.slo is None:
-        return request.priority
+        return None
     if request.slo not in slos:
         rule = f"must be one of {sorted(slos)}" if slos else "this server has no slo classes"
         raise RequestError("slo", request.slo, rule)
-    return request.priority or slos[request.slo].priority
+    return slos[request.slo]

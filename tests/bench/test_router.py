@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from jpd.bench import router, router_decisions, router_replay, traces
+from jpd.bench import router, router_decisions, router_overload, router_replay, traces
 from jpd.bench.router_replay import Replay, best_hit_rate
 from jpd.config import PolicyName
 from jpd.errors import ConfigError
@@ -85,6 +85,13 @@ def test_a_bad_trace_file_is_told_by_line(tmp_path: Path, line: str) -> None:
         traces.read_trace(write(tmp_path / "empty.jsonl"))
     with pytest.raises(ConfigError, match="--trace"):
         traces.read_trace(tmp_path / "missing.jsonl")
+
+
+def test_b13_overload_keeps_its_goodput_and_is_over_when_it_is_over() -> None:
+    done = router_overload.measure(overload_seconds=60.0, calm_seconds=30.0)
+    assert done.goodput >= 0.8 * done.peak
+    assert done.median_refusal_seconds == 0.0
+    assert done.recovered_ttft_seconds <= 2.0 * done.calm_ttft_seconds
 
 
 @pytest.mark.slow

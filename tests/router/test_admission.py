@@ -1,11 +1,13 @@
 """The queue for room: order, bound, no starvation, no lost wake-up."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 
 from jpd.errors import OverloadedError
 from jpd.router.admission import Ticket, WaitingRoom
+from jpd.router.lines import PRIORITY_SECONDS
 from tests.router.virtual_time import virtual
 
 
@@ -20,11 +22,20 @@ class Pool:
         self.max_tries = self.num_tries = 0
         self._sequence = 0
 
-    async def admit(self, name: str, need: int = 1, priority: int = 0, seconds: float = 60.0):  # type: ignore[no-untyped-def]
+    async def admit(  # type: ignore[no-untyped-def]
+        self,
+        name: str,
+        need: int = 1,
+        priority: int = 0,
+        seconds: float = 60.0,
+        line: str = "",
+        weight: float = 1.0,
+    ):
         self._sequence += 1
         deadline = asyncio.get_running_loop().time() + seconds
         fits = lambda: self.free >= need  # noqa: E731
-        ticket = Ticket(priority, self._sequence, fits)
+        due = asyncio.get_running_loop().time() - PRIORITY_SECONDS * priority
+        ticket = Ticket(due, self._sequence, fits, line=line, weight=weight)
         await self.room.admit(
             ticket,
             lambda: self._try(name, need),
@@ -202,7 +213,7 @@ async def test_who_leaves_lets_those_try_who_were_refused_because_of_it() -> Non
 @virtual
 async def test_those_behind_a_picky_ticket_may_still_try() -> None:
     pool = Pool(0)
-    ticket = Ticket(0, 0, lambda: False)
+    ticket = Ticket(0.0, 0, lambda: False)
     ticket.may_skip = True
     picky = asyncio.create_task(pool.room.admit(ticket, _never, lambda: 60.0))
     await turn()
@@ -218,3 +229,96 @@ async def test_those_behind_a_picky_ticket_may_still_try() -> None:
 
 async def _never() -> None:
     return None
+
+
+async def fill(pool: Pool, *lines: tuple[str, float, int]) -> list["asyncio.Task[None]"]:
+    """So many tickets in each line of a weight, all waiting."""
+    tasks = [
+        asyncio.create_task(pool.admit(f"{line}{n}", line=line, weight=weight))
+        for line, weight, count in lines
+        for n in range(count)
+    ]
+    await turn()
+    return tasks
+
+
+@virtual
+async def test_lines_are_served_by_weight_and_none_starves() -> None:
+    pool = Pool(0)
+    tasks = await fill(pool, ("heavy", 3.0, 60), ("light", 1.0, 60))
+    for _ in range(40):
+        pool.give(1)
+        await turn()
+        pool.room.check_integrity()
+    served = Counter(name.rstrip("0123456789") for name in pool.order)
+    assert served == {"heavy": 30, "light": 10}
+    await cancel_all(tasks, pool)
+
+
+@virtual
+async def test_a_line_that_was_empty_has_saved_up_no_turns() -> None:
+    pool = Pool(0)
+    tasks = await fill(pool, ("busy", 1.0, 40))
+    pool.give(20)
+    await turn()
+    tasks += await fill(pool, ("new", 1.0, 20))
+    pool.order.clear()
+    pool.give(10)
+    await turn()
+    served = Counter(name.rstrip("0123456789") for name in pool.order)
+    assert served == {"busy": 5, "new": 5}
+    await cancel_all(tasks, pool)
+
+
+@virtual
+async def test_within_a_line_the_first_due_goes_first_and_priority_is_worth_a_minute() -> None:
+    pool = Pool(0)
+    early = asyncio.create_task(pool.admit("early", seconds=1e6))
+    await asyncio.sleep(2 * PRIORITY_SECONDS)
+    late = asyncio.create_task(pool.admit("late", priority=1, seconds=1e6))
+    urgent = asyncio.create_task(pool.admit("urgent", priority=3, seconds=1e6))
+    await turn()
+    pool.give(3)
+    await asyncio.gather(early, late, urgent)
+    assert pool.order == ["urgent", "early", "late"], "an old one is not overtaken for ever"
+
+
+@virtual
+async def test_a_full_room_sheds_from_the_line_that_takes_more_than_its_share() -> None:
+    pool = Pool(0, max_waiting=4)
+    tasks = await fill(pool, ("greedy", 1.0, 4))
+    modest = asyncio.create_task(pool.admit("modest", line="modest"))
+    await turn()
+    assert tasks[-1].done() and isinstance(tasks[-1].exception(), OverloadedError)
+    pool.give(4)
+    await asyncio.gather(modest, *tasks[:3])
+    assert pool.room.is_idle()
+
+
+@virtual
+async def test_the_wait_is_foretold_from_the_pace_and_the_place() -> None:
+    pool = Pool(0)
+    now = asyncio.get_running_loop().time
+    ticket = Ticket(now(), 1_000, lambda: False)
+    assert pool.room.seconds_of_wait(ticket) == 0.0, "nobody waits"
+    tasks = await fill(pool, ("", 1.0, 20))
+    for _ in range(10):
+        await asyncio.sleep(2.0)
+        pool.give(1)
+        await turn()
+    last = Ticket(now(), 1_000, lambda: False)
+    assert pool.room.seconds_of_wait(last) == pytest.approx(2.0 * 11)
+    first = Ticket(now() - 1e4, 1_001, lambda: False)
+    assert pool.room.seconds_of_wait(first) == pytest.approx(2.0)
+    fresh = Ticket(now(), 1_002, lambda: False, line="other")
+    assert pool.room.seconds_of_wait(fresh) <= 2.0 * 3, "another line has its own turns"
+    await asyncio.sleep(600.0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert pool.room.seconds_of_wait(last) == 0.0, "a quiet hour slows no pace down"
+
+
+async def cancel_all(tasks: list["asyncio.Task[None]"], pool: Pool) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert pool.room.is_idle()
