@@ -69,6 +69,9 @@ class Metrics:
         self.admissions = self._counter(
             "admissions", "requests admitted at once, queued, or shed at arrival", "slo", "outcome"
         )
+        self.placements = self._counter(
+            "placements", "attempts placed, by what tipped the scales", "policy", "reason"
+        )
         self.retries = self._counter("retries", "attempts begun again", "reason")
         self.preemptions = self._counter(
             "preemptions", "attempts whose room was taken back for others", "worker"
@@ -88,6 +91,9 @@ class Metrics:
 
     def _add_gauges(self) -> None:
         self.kv_pages_in_use = self._gauge("kv_pages_in_use", "pages of live attempts", "worker")
+        self.prefill_is_missing = self._gauge(
+            "prefill_is_missing", "1 while the fleet has prefill workers and none is available"
+        )
         self.requests_waiting = self._gauge("requests_waiting", "waiting in the router for room")
         self.requests_running = self._gauge(
             "requests_running", "in a phase on a worker", "worker", "role"

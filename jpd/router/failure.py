@@ -20,6 +20,10 @@ MAX_RETRIES_OF_A_KIND = 1
 a worker."""
 
 
+FIRST_BACKOFF_SECONDS = 0.02
+MAX_BACKOFF_SECONDS = 1.0
+
+
 class Fault(enum.Enum):
     """What broke an attempt. The value is the label in metrics and in errors."""
 
@@ -93,6 +97,18 @@ def _decode_lost(config: FailureConfig, facts: FaultFacts) -> Action:
     if config.decode_lost == "fail" or not facts.other_decode:
         return Action.FAIL
     return Action.REPLAY
+
+
+def backoff_seconds(action: Action, num_faults: int, draw: float) -> float:
+    """How long to wait before the next attempt; `draw` is between 0 and 1.
+
+    What goes to the same workers again waits longer each time; a replay waits too, by lot, for all
+    rows of a lost worker come at once. Another prefill worker is asked right away.
+    """
+    if action not in (Action.RETRY_TRANSFER, Action.REPLAY):
+        return 0.0
+    longest = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(num_faults, 10))
+    return longest * draw
 
 
 def classify(error: WorkerError, called: str, decode_worker: str) -> Fault:

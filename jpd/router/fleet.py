@@ -7,21 +7,19 @@ never lag behind a status report. Knows no requests. Written by `jpd.router.hold
 
 import logging
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jpd.metrics import Metrics
+from jpd.router.breaker import Breaker
 from jpd.router.guard import Watch
 from jpd.router.policy import Row, WorkerView
 from jpd.router.prefix_index import MAX_INDEX_PAGES, PrefixIndex
 from jpd.router.rates import RateBook, RateSeed
 from jpd.worker.protocol import Role, WorkerClient, WorkerStatus
 
-FAULTS_TO_SUSPEND = 3
-"""Faults in a row after which a worker is the last choice for a while."""
-FIRST_SUSPENSION_SECONDS = 1.0
-MAX_SUSPENSION_SECONDS = 30.0
 RECENT_SECONDS = 600.0
 """Over which work done lately fades."""
 STEP_SAMPLE_SECONDS = 0.05
@@ -50,8 +48,7 @@ class WorkerEntry:
     recent_tokens: float = 0.0  # prefilled here, later ones counting more: see `recent_scale`
     prefill_end: float = 0.0  # when the last prefill was answered
     step_seen: float = 0.0  # when the pace of the batch was last looked at
-    num_faults_in_a_row: int = 0
-    suspended_until: float = 0.0  # 0.0: not suspended
+    breaker: Breaker = field(default_factory=Breaker)
     is_leaving: bool = False  # takes nothing new: an operator said so
     view: WorkerView | None = field(default=None)  # None: to be made again
 
@@ -60,10 +57,15 @@ class WorkerEntry:
         return self.status.role if self.status is not None else self.client.role
 
     @property
+    def is_suspended(self) -> bool:
+        """As of the last look at the fleet."""
+        return self.breaker.is_tripped if self.view is None else self.view.is_suspended
+
+    @property
     def has_work(self) -> bool:
         return self.num_rows > 0 or self.num_prefills > 0
 
-    def make_view(self, rates: RateBook) -> WorkerView:
+    def make_view(self, rates: RateBook, now: float) -> WorkerView:
         status, name = self.status, self.client.name
         return WorkerView(
             name=name,
@@ -71,7 +73,7 @@ class WorkerEntry:
             is_available=not (
                 self.watch.is_down or self.is_leaving or status is None or status.draining
             ),
-            is_suspended=self.suspended_until > 0.0,
+            is_suspended=self.breaker.keeps_away(now, self.has_work),
             can_prefill=status is not None and status.can_prefill,
             num_slots=status.num_slots if status is not None else 0,
             num_pages=status.num_pages if status is not None else 0,
@@ -110,6 +112,8 @@ class Fleet:
         self.rates = RateBook(seeds or {})
         self._recent_epoch = clock()
         self._num_shifts = 0
+        self._random = random.Random(0)  # spreads suspensions; need not be secret
+        self._prefill_is_missing = False
         for client in clients:
             self.add(client)
 
@@ -136,6 +140,7 @@ class Fleet:
     def set_leaving(self, worker: str, is_leaving: bool) -> None:
         """Whether it takes nothing new although it is up."""
         self._touch(worker).is_leaving = is_leaving
+        self._note_mode()
         self._on_change()
 
     @property
@@ -151,16 +156,14 @@ class Fleet:
     def view(self, worker: str) -> WorkerView:
         entry = self._entries[worker]
         if entry.view is None:
-            entry.view = entry.make_view(self.rates)
+            entry.view = entry.make_view(self.rates, self._clock())
         return entry.view
 
     def snapshot(self) -> tuple[WorkerView, ...]:
         """One look at every worker."""
-        now = self._clock()
         for entry in self._entries.values():
-            if 0.0 < entry.suspended_until <= now:
-                entry.suspended_until = 0.0
-                entry.view = None
+            if entry.breaker.is_tripped:
+                entry.view = None  # it closes with time alone
         return tuple(entry.view or self.view(name) for name, entry in self._entries.items())
 
     # Work given and returned.
@@ -248,24 +251,22 @@ class Fleet:
     def note_success(self, worker: str) -> None:
         """An attempt went well here: earlier faults are forgiven."""
         entry = self._entries[worker]
-        if entry.num_faults_in_a_row:
-            entry.num_faults_in_a_row = 0
-            entry.suspended_until = 0.0
+        if entry.breaker.num_faults:
+            if entry.breaker.is_tripped:
+                _log.info("worker %s works again", worker)
+            entry.breaker.success()
             entry.view = None
 
     def note_fault(self, worker: str) -> None:
         """The worker broke an attempt. Never called for what a client did wrong."""
-        entry = self._touch(worker)
-        entry.num_faults_in_a_row += 1
-        excess = entry.num_faults_in_a_row - FAULTS_TO_SUSPEND
-        if excess >= 0:
-            seconds = min(MAX_SUSPENSION_SECONDS, FIRST_SUSPENSION_SECONDS * 2.0 ** min(excess, 10))
-            entry.suspended_until = self._clock() + seconds
+        breaker = self._touch(worker).breaker
+        seconds = breaker.fault(self._clock(), self._random.random())
+        if seconds:
             _log.warning(
-                "worker %s is suspended for %.0f s: %d faults in a row",
+                "worker %s is suspended for %.1f s: %d faults in a row",
                 worker,
                 seconds,
-                entry.num_faults_in_a_row,
+                breaker.num_faults,
             )
 
     def note_status(self, status: WorkerStatus) -> None:
@@ -303,6 +304,7 @@ class Fleet:
         if entry.watch.down_reason != reason:
             _log.warning("worker %s is down: %s", worker, reason)
             entry.watch.go_down(reason)
+            self._note_mode()
             self._on_change()
 
     def set_up(self, worker: str) -> None:
@@ -310,7 +312,23 @@ class Fleet:
         if entry.watch.is_down:
             _log.info("worker %s is up", worker)
             entry.watch.come_up()
+            self._note_mode()
             self._on_change()
+
+    def _note_mode(self) -> None:
+        """Tell when the last prefill worker goes and when the first one comes back."""
+        views = [self.view(name) for name in self._entries]
+        is_missing = any(view.decodes and view.is_available for view in views) and not any(
+            view.is_available and view.role != "decode" for view in views
+        )
+        if is_missing == self._prefill_is_missing:
+            return
+        self._prefill_is_missing = is_missing
+        self._metrics.prefill_is_missing.set(is_missing)
+        if is_missing:
+            _log.warning("no prefill worker is available: short prompts are prefilled on decode")
+        else:
+            _log.info("a prefill worker is available again")
 
     def _touch(self, worker: str, chosen: bool = False) -> WorkerEntry:
         """The entry, whose view has to be made again."""

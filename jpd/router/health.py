@@ -181,7 +181,7 @@ def _worker_health(entry: WorkerEntry) -> WorkerHealth:
         state, reason = "down", entry.watch.down_reason
     elif entry.is_leaving or (entry.status is not None and entry.status.draining):
         state, reason = "draining", "takes no new work"
-    elif entry.suspended_until:
-        state, reason = "suspended", f"{entry.num_faults_in_a_row} faults in a row"
+    elif entry.is_suspended:
+        state, reason = "suspended", f"{entry.breaker.num_faults} faults in a row"
     host = entry.status.host if entry.status is not None else ""
     return WorkerHealth(entry.client.name, entry.role, state, reason, host)

@@ -22,8 +22,15 @@ from jpd.request import RequestState, TokenOutput
 from jpd.router import policy
 from jpd.router.accounting import account_end, account_tokens
 from jpd.router.admission import Ticket
-from jpd.router.demand import Demand
-from jpd.router.failure import Action, AttemptFailedError, Fault, FaultFacts, decide
+from jpd.router.demand import DRAW_FACTOR, DRAW_RANGE, Demand
+from jpd.router.failure import (
+    Action,
+    AttemptFailedError,
+    Fault,
+    FaultFacts,
+    backoff_seconds,
+    decide,
+)
 from jpd.router.holding import Holding
 from jpd.router.parts import RouterParts
 from jpd.router.placement import Choice
@@ -85,7 +92,7 @@ class Journey:
             try:
                 return await self._attempt()
             except AttemptFailedError as failed:
-                self._begin_again(failed)
+                await asyncio.sleep(self._begin_again(failed))
 
     async def _attempt(self) -> None:
         """One try. Returns after the last token. Raises AttemptFailedError: a worker broke it."""
@@ -154,6 +161,8 @@ class Journey:
             raise AttemptFailedError(Fault.PREFILL_LOST, error)
         self._prefill_worker = worker = choice.prefill.name
         self._metrics.router_decisions.labels(choice.path).inc()
+        policy_name = self._parts.placement.policy_name
+        self._metrics.placements.labels(policy_name, choice.reason).inc()
         if self.record.num_attempts == 1:
             self.record.note(choice.path)
         _log.debug("%s: %s on %s, %s: %s", attempt.attempt_id, choice.path, worker, decode, choice)
@@ -262,8 +271,8 @@ class Journey:
         self._mailbox.end(None)
         return True
 
-    def _begin_again(self, failed: AttemptFailedError) -> None:
-        """Back to WAITING by the failure table, or raise the error when the table says fail."""
+    def _begin_again(self, failed: AttemptFailedError) -> float:
+        """Back to WAITING by the failure table; the seconds until then. Raises: it says fail."""
         record, fault = self.record, failed.fault
         record.num_faults[fault] += 1
         if fault is Fault.PREEMPTED:
@@ -289,6 +298,9 @@ class Journey:
         record.note(action.value)
         record.must_be_local = action in (Action.LOCAL_PREFILL, Action.RECOMPUTE_ON_DECODE)
         record.advance(RequestState.WAITING, self._clock())
+        draw = record.sequence * DRAW_FACTOR % DRAW_RANGE / DRAW_RANGE
+        seconds = backoff_seconds(action, record.num_faults[fault], draw)
+        return min(seconds, max(0.0, record.request.deadline - self._clock()))
 
     def _blame(self, fault: Fault) -> None:
         """Exclude who failed: for good when lost; after a transfer only if there is another."""

@@ -10,6 +10,7 @@ another holds far more of the prompt. Called by `jpd.router.journey` and by `jpd
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from jpd.config import RouterConfig
 from jpd.router.cost import CostTerms, explain, is_local_cheaper
@@ -26,6 +27,10 @@ LONG_FACTOR = 1.5  # times the mean is a long prompt
 FIRST_OUTPUT_TOKENS = 128.0  # expected before any answer has ended
 
 
+Reason = Literal["pinned", "session", "prefix", "load"]
+"""What tipped the scales; the first of these that holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Path and workers of one attempt, and what they were expected to cost."""
@@ -35,6 +40,7 @@ class Choice:
     decode: WorkerView
     num_uncached_tokens: int  # to be computed on the prefill worker, as far as is known
     terms: CostTerms
+    reason: Reason
 
 
 class Placement:
@@ -42,7 +48,7 @@ class Placement:
 
     def __init__(self, fleet: Fleet, config: RouterConfig, page_size: int) -> None:
         self._fleet, self._page_size = fleet, page_size
-        self._policy = POLICIES[config.policy]
+        self.policy_name, self._policy = config.policy, POLICIES[config.policy]
         self._limit = config.local_prefill_tokens
         self._mean_prompt = 0.0
         self._mean_output = FIRST_OUTPUT_TOKENS
@@ -107,7 +113,16 @@ class Placement:
         if chosen is None:
             return None
         terms = explain(decoder, chosen, wishes, self._fleet.snapshot())
-        return Choice(path, chosen, decoder, wishes.num_uncached(chosen.name), terms)
+        reason = _reason(chosen.name, decode_worker, wishes, self._policy.keeps_sessions)
+        return Choice(path, chosen, decoder, wishes.num_uncached(chosen.name), terms, reason)
+
+
+def _reason(prefill: str, decode: str, wishes: Wishes, keeps_sessions: bool) -> Reason:
+    if wishes.pinned_decode is not None or wishes.pinned_prefill is not None:
+        return "pinned"
+    if keeps_sessions and decode == wishes.sticky_decode:
+        return "session"
+    return "prefix" if wishes.cached_tokens.get(prefill) else "load"
 
 
 def _stick(

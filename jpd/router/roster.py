@@ -100,7 +100,7 @@ def _line(entry: WorkerEntry) -> RosterLine:
         name=entry.client.name,
         role=entry.role,
         roles=status.roles if status is not None else (),
-        state="suspended" if state == "up" and entry.suspended_until else state,
+        state="suspended" if state == "up" and entry.is_suspended else state,
         reason=entry.watch.down_reason,
         host=status.host if status is not None else "",
         num_rows=entry.num_rows,
