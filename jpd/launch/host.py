@@ -62,6 +62,7 @@ class Host:
             fingerprint=fingerprint_of(model.config, orders.deployment),
             set_peers=self._set_peers,
             logits=self._fleet.logits,
+            num_kv_kept=lambda: self._between.num_kept if self._between is not None else 0,
         )
         self._server = HostServer(WorkerService(parts), security)
         port = await self._server.start(address)

@@ -34,8 +34,9 @@ def pin_process(cores: Sequence[int], file: str, host: str) -> None:
 
 def device_environment(host: HostConfig) -> dict[str, str]:
     """What the process of a host must find in its environment to see its devices, and no others."""
+    quiet = {"GRPC_VERBOSITY": "ERROR"}  # a router that goes away is told in our own words
     if host.platform == "cpu":
-        return {"JAX_PLATFORMS": "cpu"}
+        return {**quiet, "JAX_PLATFORMS": "cpu"}
     if not host.accelerators:
-        return {}
-    return {VISIBLE[host.platform]: ",".join(str(number) for number in host.accelerators)}
+        return quiet
+    return {**quiet, VISIBLE[host.platform]: ",".join(str(number) for number in host.accelerators)}

@@ -22,9 +22,9 @@ from jpd.rpc.failures import load_error
 from jpd.rpc.records import dump, load
 from jpd.rpc.security import Security, open_channel
 from jpd.rpc.worker_pb2_grpc import WorkerHostStub
+from jpd.worker.beats import BEAT_SECONDS, SILENCE_SECONDS, hear
 from jpd.worker.fingerprint import PROTOCOL_VERSION, Fingerprint
 from jpd.worker.protocol import WorkerStatus
-from jpd.worker.service import BEAT_SECONDS, SILENCE_SECONDS
 
 CONNECT_SECONDS = 2.0
 FIRST_PAUSE_SECONDS = 0.1
@@ -185,8 +185,7 @@ class HostConnection:
         call = session.stub.Watch(self._beats(), metadata=session.metadata)
         try:
             while True:
-                async with asyncio.timeout(self._silence_seconds):
-                    seen = await call.read()
+                seen = await hear(call.read(), self._silence_seconds)
                 if seen is grpc.aio.EOF:
                     raise WorkerLostError(self.host, "it ended the connection")
                 self._take(session, seen)

@@ -21,14 +21,12 @@ from jpd.errors import ConfigError, Problem, WorkerError
 from jpd.rpc import worker_pb2 as pb
 from jpd.rpc.failures import dump_error
 from jpd.rpc.records import dump, load
+from jpd.worker.beats import BEAT_SECONDS, SILENCE_SECONDS, hear
 from jpd.worker.fingerprint import PROTOCOL_VERSION, Fingerprint, differences
 from jpd.worker.protocol import Attempt, DecodeEvent, Reservation, Role, WorkerClient
 from jpd.worker.session import Session, Sessions
 
-BEAT_SECONDS = 0.25
-"""How often both ends say that they are there."""
-SILENCE_SECONDS = 1.5
-"""Without a word for this long the other end is lost."""
+DRAIN_LOOK_SECONDS = 0.05
 LOGITS_PART_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -62,6 +60,7 @@ class HostParts:
     fingerprint: Fingerprint
     set_peers: Callable[[Peers], None]
     logits: Logits  # blocks, compiles
+    num_kv_kept: Callable[[], int] = lambda: 0  # pieces that other hosts have not read yet
 
 
 class WorkerService:
@@ -123,13 +122,11 @@ class WorkerService:
     async def _listen(self, requests: AsyncIterator[pb.WatchRequest]) -> str:
         """Hear beats until there are none; why."""
         try:
-            while True:
-                async with asyncio.timeout(self._silence_seconds):
-                    await anext(requests)
+            while await hear(_next(requests), self._silence_seconds) is not None:
+                pass
         except TimeoutError:
             return f"silent for {self._silence_seconds:g} s"
-        except StopAsyncIteration:
-            return "it closed the connection"
+        return "it closed the connection"
 
     async def _look(self, changed: asyncio.Event) -> pb.WatchResponse:
         changed.clear()
@@ -208,6 +205,8 @@ class WorkerService:
         answer = pb.DrainResponse()
         with self._telling(answer, request.worker):
             await self._client(request.worker).drain()
+            while self._parts.num_kv_kept():  # a lease ends each that nobody reads
+                await asyncio.sleep(DRAIN_LOOK_SECONDS)
         return answer
 
     async def SetRole(self, request: pb.SetRoleRequest, context: Context) -> pb.SetRoleResponse:
@@ -255,3 +254,8 @@ class WorkerService:
             if not isinstance(error, WorkerError | ConfigError):
                 logger.debug("host %s: %r", self._parts.name, error)
             answer.error = dump_error(error, worker)
+
+
+async def _next(requests: AsyncIterator[pb.WatchRequest]) -> pb.WatchRequest | None:
+    """None at the end: the end of the requests is no error here."""
+    return await anext(requests, None)

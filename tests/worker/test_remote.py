@@ -246,3 +246,26 @@ async def test_h05_an_idle_connection_serves_at_once() -> None:
         assert connection.session("decode-0") is session, "it was never lost"
         await connection.stop()
         await server.stop(0.0)
+
+
+async def test_a_drain_lasts_until_others_have_read_their_kv() -> None:
+    async with fleet() as running:
+        kept = [2]
+        parts = replace(parts_of(running), num_kv_kept=lambda: kept[0])
+        server = HostServer(WorkerService(parts), OPEN)
+        place = FakePlace(f"127.0.0.1:{await server.start('127.0.0.1')}")
+        connection = HostConnection(place, FINGERPRINT, OPEN)
+        await connection.start()
+        client = RemoteClient("prefill-0", "prefill", connection)
+        draining = asyncio.create_task(client.drain())
+        await asyncio.sleep(0.3)
+        assert not draining.done()
+        kept[0] = 0
+        await asyncio.wait_for(draining, 2)
+        with pytest.raises(WorkerError, match="its executables are those of prefill"):
+            await client.set_role("decode")
+        await client.set_role("prefill")
+        attempt = attempt_of(range(20), 5)
+        assert await Remote(running, server, place, connection).run(attempt) == reference(attempt)
+        await connection.stop()
+        await server.stop(0.0)
