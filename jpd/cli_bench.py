@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jpd.api import Server, launch
 from jpd.bench import engine, interference, router, speculation, transfer
+from jpd.bench.engine_rig import load_model
 from jpd.bench.gap_plot import write_plots
 from jpd.bench.kv_peer import NUM_DEVICES
 from jpd.bench.results import Result, results_table, write_json
@@ -70,8 +71,11 @@ def _interference(options: argparse.Namespace) -> Sequence[Result]:
 
 
 def _transfer(options: argparse.Namespace) -> Sequence[Result]:
+    model = open_model(options.model)
     ensure_cpu_devices(NUM_DEVICES)
-    return transfer.run(is_quick=options.quick)
+    enable_compilation_cache(cache_folder() / "xla")
+    loaded = load_model(model.config, model.require_source())
+    return transfer.run(loaded, is_quick=options.quick)
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -91,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="gemma-3-270m",
         metavar="M",
-        help="of all but router and transfer; default gemma-3-270m",
+        help="of all but router; default gemma-3-270m",
     )
     parser.add_argument(
         "--mesh",

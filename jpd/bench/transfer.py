@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from jpd.bench.engine_rig import LoadedModel
 from jpd.bench.kv_links import exposed_results, link_results
 from jpd.bench.kv_peer import PeerProcess
 from jpd.bench.kv_pools import Pool
 from jpd.bench.results import Result
+from jpd.bench.wire_error import wire_error_results
 from jpd.transfer.inprocess import InProcessTransfer
 from jpd.transfer.protocol import ArrivedPiece, KVTransfer
 from jpd.transfer.wire import Wire
@@ -29,13 +31,14 @@ TRANSPORTS = ("host_staged", "jax_transfer")
 GIGA = 1e9
 
 
-def run(*, is_quick: bool = False) -> list[Result]:
-    """All of it; needs eight CPU devices."""
+def run(model: LoadedModel, *, is_quick: bool = False) -> list[Result]:
+    """All of it; needs eight CPU devices. The model is for what int8 does to logits."""
     num_runs = NUM_QUICK_RUNS if is_quick else NUM_RUNS
     results = []
     for source, target in itertools.product(TENSORS, repeat=2):
         results += pair_results(source, target, num_runs)
     results += int8_results(num_runs)
+    results += wire_error_results(model)
     results += process_results(num_runs)
     return [*results, *link_results(), *exposed_results()]
 

@@ -36,6 +36,7 @@ from jpd.kernels.backends import AttentionBackend, AttentionName
 from jpd.nn.config import DecoderConfig
 from jpd.nn.params import abstract_params
 from jpd.parallel.sharding import sharding_for
+from jpd.transfer.wire import Wire
 
 
 class ModelFunctions:
@@ -174,13 +175,16 @@ class ModelFunctions:
         state: DecodeState = jax.device_put(empty, self._replicated)
         return state
 
-    def logits(self, leaves: Leaves, token_ids: Sequence[int]) -> "np.ndarray[Any, Any]":
+    def logits(
+        self, leaves: Leaves, token_ids: Sequence[int], wire: Wire | None = None
+    ) -> "np.ndarray[Any, Any]":
         """float32 logits [T, V] at every position, through the same chunked, paged path.
 
-        In a pool of its own; compiled when first called. Blocks.
+        With a `wire`, which must be uncut, each chunk sees the KV of those before it as that wire
+        delivers it. In a pool of its own; compiled when first called. Blocks.
         """
         num_pages = self.buckets.context_width(len(token_ids))
-        layers = KVCache(dataclasses.replace(self.spec, num_pages=num_pages + 1), self.mesh).layers
+        cache = KVCache(dataclasses.replace(self.spec, num_pages=num_pages + 1), self.mesh)
         last = len(token_ids) - 1
         prompt = ChunkPrompt(token_ids, range(1, num_pages + 1), greedy_rows(1), last)
         found = []
@@ -190,10 +194,21 @@ class ModelFunctions:
             shape = ChunkShape(*layout, self.buckets.context_width(start + num_tokens))
             rows = prompt_rows(prompt, start, num_tokens, layout.row_length)
             chunk = make_chunk(shape, rows, self.no_history(shape))
-            layers, logits = self._logits(leaves, layers, chunk)
+            cache.layers, logits = self._logits(leaves, cache.layers, chunk)
+            if wire is not None:
+                self._send_to_itself(cache, wire, start, start + num_tokens)
             flat = np.asarray(logits).reshape(layout.num_tokens, -1)
             found.append(flat[:num_tokens])  # all rows but the last are full
         return np.concatenate(found)
+
+    def _send_to_itself(self, cache: KVCache, wire: Wire, start: int, end: int) -> None:
+        """What a transfer would make of the pages of these positions."""
+        page_ids = range(1, cache.spec.num_pages)
+        first = start // wire.page_size
+        for num_pages in wire.split(-(-end // wire.page_size) - first):
+            arrays = self.moves.gather(cache, page_ids, wire, first, num_pages)
+            self.moves.scatter(cache, arrays, page_ids[first : first + num_pages])
+            first += num_pages
 
 
 def _named(step: Any, name: str) -> Any:

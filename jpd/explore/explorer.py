@@ -64,12 +64,13 @@ def explore(seeds: range, num_processes: int = 1) -> Report:
 def _explore_batch(seeds: range) -> Report:
     num_interleavings = num_events = 0
     metrics = Metrics()
-    for seed in seeds:
-        story = explore_seed(seed, metrics)
-        num_interleavings += 1
-        num_events += len(story.events)
-        if story.violation:
-            return Report(num_interleavings, num_events, story)
+    with _quiet():
+        for seed in seeds:
+            story = _explore_seed(seed, metrics)
+            num_interleavings += 1
+            num_events += len(story.events)
+            if story.violation:
+                return Report(num_interleavings, num_events, story)
     return Report(num_interleavings, num_events, None)
 
 
@@ -81,12 +82,17 @@ def _joined(reports: Sequence[Report]) -> Report:
     )
 
 
-def explore_seed(seed: int, metrics: Metrics | None = None) -> Story:
+def explore_seed(seed: int) -> Story:
     """The order of events of one seed. A violation is told, not raised."""
+    with _quiet():
+        return _explore_seed(seed, Metrics())
+
+
+def _explore_seed(seed: int, metrics: Metrics) -> Story:
     story = Story(seed)
-    with _quiet(), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         try:
-            runner.run(_Explorer(story, metrics or Metrics()).run())
+            runner.run(_Explorer(story, metrics).run())
         except Exception as error:  # an assertion of ours, or whatever the code under test raised
             place = traceback.extract_tb(error.__traceback__)[-1]
             story.violation = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"

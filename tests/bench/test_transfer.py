@@ -1,9 +1,15 @@
 """The transfer benchmark: its arithmetic against figures by hand, and that it measures."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from jpd.bench import transfer
+from jpd.bench.engine_rig import load_model
 from jpd.bench.kv_links import crossover_tokens, link_results, overlap
+from jpd.bench.wire_error import logits_of, wire_error_results
+from jpd.checkpoint.model_source import open_model
 from jpd.transfer.plan import Link
 
 SLOW, FAST = Link("slow", 1000.0, "here"), Link("fast", 1e12, "here")
@@ -47,6 +53,17 @@ def test_a_pair_is_measured_beside_a_copy() -> None:
     assert [result.unit for result in results] == ["GB/s", ""]
     assert all(result.value > 0 for result in results)
     assert results[1].target == transfer.RESHARD_TARGET
+
+
+@pytest.mark.slow
+def test_int8_on_the_wire_moves_logits_a_little_and_a_faithful_wire_not_at_all(repo: Path) -> None:
+    model = open_model(str(repo / "tests" / "golden" / "llama3"))
+    loaded = load_model(model.config, model.require_source())
+    values = {result.name.partition(": ")[2]: result.value for result in wire_error_results(loaded)}
+    assert 0.0 < values["max |logit difference|"] < 0.3
+    assert values["greedy tokens that stay"] > 0.9
+    assert values["bytes saved of bfloat16"] > 0.3
+    np.testing.assert_array_equal(logits_of(loaded, "float32"), logits_of(loaded, None))
 
 
 @pytest.mark.slow
