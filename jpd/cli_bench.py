@@ -46,8 +46,7 @@ def _serving(options: argparse.Namespace) -> Sequence[Result]:
 
 def _speculation(options: argparse.Namespace) -> Sequence[Result]:
     model, deployment = load_pair(options)
-    drafts = {"max_speculative_tokens": speculation.MAX_DRAFTS}
-    with launch(model, deployment, engine=drafts, progress=ProgressLine()) as server:
+    with launch(model, deployment, engine=speculation.ENGINE, progress=ProgressLine()) as server:
         return speculation.run(server)
 
 
