@@ -13,7 +13,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jpd.bench.results import Result
-from jpd.cache.page_hashes import page_hashes
+from jpd.cache.page_hashes import PageHashes, page_hashes
 from jpd.cache.prefix_log import PrefixChanges
 from jpd.config import RouterConfig
 from jpd.metrics import Metrics
@@ -147,7 +147,7 @@ class DecisionRig:
 
     def _decide(self, number: int, prompt: Sequence[int]) -> tuple[str, int, str]:
         placement, fleet = self.placement, self.fleet
-        hashes = page_hashes(prompt, PAGE_SIZE)
+        hashes = PageHashes(prompt, PAGE_SIZE)
         placement.note_prompt(len(prompt))
         wishes = Wishes(
             self._row, num_sequence_pages=self._num_pages + 4, num_tokens=len(prompt), draw=number

@@ -26,17 +26,38 @@ def next_hash(parent: int, page_tokens: Sequence[int]) -> int:
     return _number(blake2b(page, digest_size=HASH_BYTES, salt=before))
 
 
+class PageHashes:
+    """The hashes of all full pages of a prompt, each computed once and not before it is needed."""
+
+    def __init__(self, token_ids: Sequence[int], page_size: int, salt: Hashable = None) -> None:
+        self._token_ids, self._page_size = token_ids, page_size
+        self._num_pages = len(token_ids) // page_size
+        self._last = root_hash(salt).to_bytes(HASH_BYTES, "little")
+        self._known: list[int] = []
+
+    def first(self, count: int) -> Sequence[int]:
+        """At least so many, or all there are, in the prompt's order."""
+        start, end = len(self._known), min(count, self._num_pages)
+        if start < end:
+            size, last = self._page_size, self._last
+            tokens = array("i", self._token_ids[start * size : end * size]).tobytes()
+            width = size * array("i").itemsize
+            new = []
+            for place in range(0, len(tokens), width):
+                page = tokens[place : place + width]
+                last = blake2b(page, digest_size=HASH_BYTES, salt=last).digest()
+                new.append(last)
+            self._last = last
+            self._known += unpack(f"<{len(new)}Q", b"".join(new))
+        return self._known
+
+    def all(self) -> Sequence[int]:
+        return self.first(self._num_pages)
+
+
 def page_hashes(token_ids: Sequence[int], page_size: int, salt: Hashable = None) -> tuple[int, ...]:
-    """The hashes of all full pages of a prompt, in its order."""
-    tokens = array("i", token_ids).tobytes()
-    width = page_size * array("i").itemsize
-    known = root_hash(salt).to_bytes(HASH_BYTES, "little")
-    hashes = []
-    for start in range(0, len(token_ids) // page_size * width, width):
-        page = tokens[start : start + width]
-        known = blake2b(page, digest_size=HASH_BYTES, salt=known).digest()
-        hashes.append(known)
-    return unpack(f"<{len(hashes)}Q", b"".join(hashes))
+    """The hashes of all full pages of a prompt, at once."""
+    return tuple(PageHashes(token_ids, page_size, salt).all())
 
 
 def _number(hasher: blake2b) -> int:

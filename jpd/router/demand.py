@@ -6,7 +6,7 @@ once. Called by `jpd.router.journey`.
 
 from collections.abc import Callable
 
-from jpd.cache.page_hashes import page_hashes
+from jpd.cache.page_hashes import PageHashes
 from jpd.errors import OverloadedError
 from jpd.router import attainment, policy
 from jpd.router.admission import Ticket, bounded_retry_after
@@ -56,16 +56,16 @@ class Demand:
     def completed(self) -> policy.Wishes:
         """The same in the light of what is known of the fleet."""
         record = self._record
-        hashes = self.page_hashes()
+        hashes: PageHashes | tuple[()] = self.page_hashes()
         if record.resolved.sampling.prompt_logprobs is not None:
             hashes = ()  # every position has to be computed
         return self._parts.placement.complete(self.wishes(), hashes, record.num_tokens_left)
 
-    def page_hashes(self) -> tuple[int, ...]:
-        """Of the prompt; computed with the first question."""
+    def page_hashes(self) -> PageHashes:
+        """Of the prompt; the same for every attempt."""
         record, request = self._record, self._record.request
         if record.page_hashes is None:
-            record.page_hashes = page_hashes(
+            record.page_hashes = PageHashes(
                 request.prompt_token_ids, self._parts.page_size, request.cache_salt
             )
             self._parts.placement.note_prompt(request.num_prompt_tokens)

@@ -165,10 +165,8 @@ class Journey:
         self._metrics.placements.labels(policy_name, choice.reason).inc()
         if self.record.num_attempts == 1:
             self.record.note(choice.path)
-        _log.debug("%s: %s on %s, %s: %s", attempt.attempt_id, choice.path, worker, decode, choice)
         timeline = self._timeline
         timeline.prefill_worker, timeline.decode_worker = worker, decode
-        timeline.cost_ms = choice.terms.rounded()
         timeline.session_kv = self._session_kv(reservation)
         bound = worker if choice.path == "disaggregated" else None
         self._parts.sessions.bind(self.record.request.session_id, decode, bound)
@@ -192,8 +190,10 @@ class Journey:
         record, worker = self.record, choice.prefill.name
         record.advance(RequestState.PREFILLING, self._clock())
         result = await holding.prefill(worker, reservation, choice.num_uncached_tokens)
+        terms = self._timeline.cost_ms = choice.explain().rounded()
+        _log.debug("%s: %s on %s: %s", holding.attempt.attempt_id, choice.path, worker, terms)
         self._fleet.see_prefill(worker, result.num_computed_tokens, result.prefill_seconds)
-        self._fleet.prefixes.expect(worker, self._demand.page_hashes())
+        self._fleet.prefixes.expect(worker, self._demand.page_hashes().all())
         if record.sent_token_ids:
             self._timeline.num_replayed_tokens += result.num_computed_tokens
             self._metrics.replayed_tokens.inc(result.num_computed_tokens)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jpd.cache.page_hashes import PageHashes
 from jpd.config import RouterConfig
 from jpd.router.cost import CostTerms, explain, is_local_cheaper
 from jpd.router.fleet import Fleet
@@ -39,8 +40,13 @@ class Choice:
     prefill: WorkerView
     decode: WorkerView
     num_uncached_tokens: int  # to be computed on the prefill worker, as far as is known
-    terms: CostTerms
     reason: Reason
+    wishes: Wishes
+    fleet: Sequence[WorkerView]
+
+    def explain(self) -> CostTerms:
+        """The terms of its cost; off the way of the decision, which did not need them by name."""
+        return explain(self.decode, self.prefill, self.wishes, self.fleet)
 
 
 class Placement:
@@ -63,7 +69,7 @@ class Placement:
         self._mean_output += (1.0 - LENGTH_DECAY) * (num_tokens - self._mean_output)
 
     def complete(
-        self, wishes: Wishes, page_hashes: Sequence[int], max_output_tokens: int
+        self, wishes: Wishes, page_hashes: PageHashes | Sequence[int], max_output_tokens: int
     ) -> Wishes:
         """The wishes of a request with what is known here: cached prefixes, expected lengths."""
         matched = self._fleet.prefixes.match(page_hashes)
@@ -112,9 +118,9 @@ class Placement:
         chosen = decoder if path == "local" else prefill
         if chosen is None:
             return None
-        terms = explain(decoder, chosen, wishes, self._fleet.snapshot())
         reason = _reason(chosen.name, decode_worker, wishes, self._policy.keeps_sessions)
-        return Choice(path, chosen, decoder, wishes.num_uncached(chosen.name), terms, reason)
+        num_uncached = wishes.num_uncached(chosen.name)
+        return Choice(path, chosen, decoder, num_uncached, reason, wishes, self._fleet.snapshot())
 
 
 def _reason(prefill: str, decode: str, wishes: Wishes, keeps_sessions: bool) -> Reason:

@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from jpd.cache.page_hashes import PageHashes
 from jpd.cache.prefix_log import PrefixChanges
 
 MAX_INDEX_PAGES = 4_000_000
 """Of all workers together, unless the mesh file says otherwise."""
 MIN_WORKER_PAGES = 2
+FIRST_BLOCK, BLOCK_GROWTH = 8, 4
+"""Pages of a prompt that are looked up at first, and how much further each time."""
 
 
 @dataclass(slots=True)
@@ -53,21 +56,9 @@ class _Pages:
         self.young.difference_update(page_hashes)
         self.old.difference_update(page_hashes)
 
-    def num_matched(self, page_hashes: Sequence[int]) -> int:
-        """Leading pages that are held."""
-        known = self if self.old else self.young
-        if not page_hashes or page_hashes[0] not in known:
-            return 0
-        if page_hashes[-1] in known:
-            return len(page_hashes)
-        low, high = 1, len(page_hashes) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if page_hashes[middle] in known:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    @property
+    def known(self) -> "_Pages | set[int]":
+        return self if self.old else self.young
 
 
 class PrefixIndex:
@@ -97,14 +88,29 @@ class PrefixIndex:
         for pages in self._pages.values():
             pages.budget = self._budget
 
-    def match(self, page_hashes: Sequence[int]) -> Mapping[str, int]:
-        """Leading pages held, by worker; workers that hold none are left out."""
-        found = {}
-        for name, pages in self._pages.items():
-            if pages.young or pages.old:
-                num_pages = pages.num_matched(page_hashes)
-                if num_pages:
-                    found[name] = num_pages
+    def match(self, page_hashes: PageHashes | Sequence[int]) -> Mapping[str, int]:
+        """Leading pages held, by worker; workers that hold none are left out.
+
+        Goes on while some worker holds all so far, so that a prompt nobody knows is hardly hashed.
+        """
+        found: dict[str, int] = {}
+        holders = [
+            (name, pages.known) for name, pages in self._pages.items() if pages.young or pages.old
+        ]
+        start, end = 0, FIRST_BLOCK
+        while holders:
+            hashes = page_hashes.first(end) if isinstance(page_hashes, PageHashes) else page_hashes
+            end = min(end, len(hashes))
+            if start == end:
+                break
+            last, still = hashes[end - 1], []
+            for name, known in holders:
+                if last in known:
+                    still.append((name, known))
+                    found[name] = end
+                elif hashes[start] in known:
+                    found[name] = _num_matched(known, hashes, start + 1, end)
+            holders, start, end = still, end, BLOCK_GROWTH * end
         return found
 
     def position(self, worker: str) -> tuple[str, int]:
@@ -149,3 +155,15 @@ class PrefixIndex:
     def forget(self, worker: str) -> None:
         """Nothing is known of this worker any more."""
         self._pages[worker] = _Pages(self._budget)
+
+
+def _num_matched(known: _Pages | set[int], hashes: Sequence[int], low: int, high: int) -> int:
+    """How many leading pages are known: at least `low`, fewer than `high`."""
+    high -= 1
+    while low < high:
+        middle = (low + high) // 2
+        if hashes[middle] in known:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -112,6 +112,7 @@ class RateBook:
         self._link_lines: dict[str, dict[str, Line]] = {}
         self._pool_ratios: dict[str, float] = {}
         self._told_ratios: dict[str, float] = {}
+        self._assumed: dict[tuple[str, str], Line] = {}  # of those not measured
         self.num_shifts = 0  # times that workers not measured yet are to be seen anew
         self._bytes_per_token = 0.0
 
@@ -126,7 +127,7 @@ class RateBook:
 
     def link(self, worker: str) -> Line:
         """Of a sender to those it has not sent to yet."""
-        return self.seed(worker).link.scaled(self._pool_ratios.get("link", 1.0))
+        return self._line({}, "link", worker, self.seed(worker).link)
 
     def links(self, worker: str) -> Mapping[str, Line]:
         """Measured links of a sender, by receiver. Replaced as a whole, never changed in place."""
@@ -175,6 +176,7 @@ class RateBook:
         if abs(ratio - self._told_ratios.get(kind, 1.0)) > POOL_SHIFT * ratio:
             self._told_ratios[kind] = ratio
             self.num_shifts += 1
+            self._assumed.clear()
 
     def _line(
         self, estimates: Mapping[str, LineEstimate], kind: str, worker: str, seed: Line
@@ -183,7 +185,11 @@ class RateBook:
         estimate = estimates.get(worker)
         if estimate is not None:
             return estimate.line
-        return seed.scaled(self._pool_ratios.get(kind, 1.0))
+        assumed = self._assumed.get((kind, worker))
+        if assumed is None:
+            assumed = seed.scaled(self._told_ratios.get(kind, 1.0))
+            self._assumed[kind, worker] = assumed
+        return assumed
 
 
 _DEFAULT = RateSeed()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jpd.cache.page_hashes import PageHashes
 from jpd.config import SloConfig
 from jpd.request import Request, RequestState, SamplingParams, Timeline
 from jpd.router.failure import Fault
@@ -72,7 +73,7 @@ class RequestRecord:
     lost_workers: set[str] = field(default_factory=set)  # never again for this request
     avoided_workers: set[str] = field(default_factory=set)  # only when there is no other
     must_be_local: bool = False  # the failure table decided so
-    page_hashes: tuple[int, ...] | None = None  # of the prompt's full pages, once asked for
+    page_hashes: PageHashes | None = None  # of the prompt, once asked for
 
     @property
     def request(self) -> Request:
