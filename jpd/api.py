@@ -39,7 +39,9 @@ from jpd.mesh_file import load_deployment, resolve_dtypes
 from jpd.metrics import Metrics
 from jpd.nn.config import WeightFormat
 from jpd.planner.deployment_plan import plan_deployment
+from jpd.planner.roofline import seed_rates
 from jpd.router.health import Health
+from jpd.router.rates import RateSeed
 
 LOOPBACK = "127.0.0.1"
 DRAIN_SECONDS = 5.0
@@ -72,7 +74,7 @@ def launch(
     deployment = _override(deployment, {"engine": engine, "cache": cache, "router": router})
     if not isinstance(model, Model):
         model = open_model(model, chat_template=chat_template, weights=weights)
-    plan_deployment(model.config, deployment, sizes_memory=False)
+    plan = plan_deployment(model.config, deployment, sizes_memory=False)
     start_fleet = partial(
         launch_fleet,
         model,
@@ -81,7 +83,7 @@ def launch(
         progress=progress,
         can_prefill_locally=can_prefill_locally,
     )
-    return Server(model, deployment, start_fleet)
+    return Server(model, deployment, start_fleet, seed_rates(plan))
 
 
 class Server:
@@ -95,10 +97,12 @@ class Server:
         model: Model,
         deployment: DeploymentConfig,
         start_fleet: Callable[[], RunningFleet],
+        rate_seeds: Mapping[str, RateSeed] | None = None,
     ) -> None:
         self.metrics = Metrics()
         self._deployment = deployment
         self._start_fleet = start_fleet
+        self._rate_seeds = rate_seeds
         self._model = served_model(model, deployment)
         self._fleet: RunningFleet | None = None
         self._loop: LoopThread | None = None
@@ -119,6 +123,7 @@ class Server:
                 self._fleet.grammars,
                 self._fleet,
                 read_token(self._deployment.security, self._deployment.file),
+                self._rate_seeds,
             )
             self._loop.run(self._backend.start())
         except BaseException:

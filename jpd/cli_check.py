@@ -11,7 +11,9 @@ from rich.table import Table
 from jpd.cli_pair import add_pair_arguments, load_pair, make_console
 from jpd.config import CacheConfig
 from jpd.planner.deployment_plan import DeploymentPlan, PairPlan, plan_deployment
+from jpd.planner.roofline import seed_rates
 from jpd.planner.worker_plan import GIB
+from jpd.router.rates import RateSeed
 from jpd.transfer.plan import LINKS
 
 HELP = "does this model fit these meshes? Needs no weights and no devices"
@@ -40,6 +42,7 @@ def print_report(plan: DeploymentPlan, model_name: str, console: Console) -> Non
         highlight=False,
     )
     console.print(_worker_table(plan))
+    _print_rates(plan, console)
     for pair in plan.pairs:
         _print_pair(pair, plan.max_model_len, console)
     if not plan.pairs:
@@ -54,6 +57,21 @@ def _on_wire(cache: CacheConfig) -> str:
     parts = [f"{cache.wire_dtype} on the wire"] if cache.wire_dtype != cache.dtype else []
     parts += ["with checksums"] if cache.checksum else []
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def _print_rates(plan: DeploymentPlan, console: Console) -> None:
+    """What the router assumes until it measures; equal workers on one line."""
+    policy = plan.deployment.router.policy
+    console.print(f"\nRouter: policy {policy}; until measured it assumes", highlight=False)
+    kinds: dict[RateSeed, list[str]] = {}
+    for name, seed in seed_rates(plan).items():
+        kinds.setdefault(seed, []).append(name)
+    for seed, names in kinds.items():
+        prefill, step = 1024 / seed.prefill.at(1024), 1e3 * seed.step.at(1)
+        console.print(
+            f"  {', '.join(names)}: 1,024 tokens at {prefill:,.0f}/s, a step in {step:,.2f} ms",
+            highlight=False,
+        )
 
 
 def _worker_table(plan: DeploymentPlan) -> Table:

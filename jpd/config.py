@@ -41,6 +41,8 @@ class HostConfig:
     device_memory_gib: float | None = (
         None  # what `jpd check` plans with, unless cache.pages is given
     )
+    device_tflops: float | None = None  # peak of a device; None: a typical one of the platform
+    device_gbps: float | None = None  # peak of its memory, gigabytes a second
     cores: tuple[int, ...] = ()  # cpu: the process runs on these alone; (): on all
     accelerators: tuple[int, ...] = ()  # which of the machine's; (): all that the process sees
     address: str = LOOPBACK  # where the host listens; other hosts and the router reach it there

@@ -29,6 +29,8 @@ def read_host(table: Table) -> HostConfig:
         platform=cast(Platform, table.choice("platform", "cpu", Platform)),
         devices=table.integer("devices", 0, low=1, high=4096),
         device_memory_gib=table.number("device_memory_gib", None, above=True),
+        device_tflops=table.number("device_tflops", None, above=True),
+        device_gbps=table.number("device_gbps", None, above=True),
         cores=table.integers("cores", high=4095),
         accelerators=table.integers("accelerators", high=4095),
         address=table.text("address", LOOPBACK, r"[A-Za-z0-9.:_-]+"),

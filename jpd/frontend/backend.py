@@ -9,7 +9,7 @@ Knows worker clients, no devices. Called by `jpd.api` through its loop thread.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ from jpd.frontend.workforce import HostRunner, Workforce
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.metrics import Metrics
 from jpd.router.health import Health
+from jpd.router.rates import RateSeed
 from jpd.router.router import Router
 from jpd.worker.protocol import WorkerClient
 
@@ -42,6 +43,7 @@ class Backend:
         grammars: GrammarCompiler | None = None,
         hosts: HostRunner | None = None,
         admin_token: str | None = None,
+        rate_seeds: Mapping[str, RateSeed] | None = None,
     ) -> None:
         self._metrics = metrics
         self._admin_token = admin_token
@@ -56,6 +58,7 @@ class Backend:
             reserve_tokens=deployment.cache.reserve_tokens,
             vocab_size=model.vocab_size,
             short_context=model.short_context,
+            seeds=rate_seeds,
         )
         self._workforce = None if hosts is None else Workforce(self._router.roster, hosts)
         timeout_seconds = deployment.router.request_timeout_seconds

@@ -6,6 +6,8 @@
 Called by the command line (`check`, and before `serve`).
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jpd.config import DeploymentConfig
@@ -13,7 +15,7 @@ from jpd.engine.buckets import ShapeBuckets
 from jpd.errors import ConfigError, Problem
 from jpd.kernels.backends import AttentionName, resolve
 from jpd.nn.config import DecoderConfig
-from jpd.nn.params import abstract_params
+from jpd.nn.params import ParamSpec, abstract_params
 from jpd.planner.attention_plan import attention_problems
 from jpd.planner.worker_plan import WorkerPlan, memory_problems, plan_worker, uneven_problems
 from jpd.transfer.plan import KVLayout, TransferPlan, plan_transfer, wire_bytes_per_token
@@ -36,6 +38,7 @@ class DeploymentPlan:
     deployment: DeploymentConfig
     config: DecoderConfig
     num_params: int
+    num_active_params: int  # that one token meets: of experts those it is sent to
     max_model_len: int
     workers: tuple[WorkerPlan, ...]
     pairs: tuple[PairPlan, ...]
@@ -70,11 +73,20 @@ def plan_deployment(
         deployment,
         config,
         params.num_params,
+        _num_active_params(config, params.specs),
         max_model_len,
         tuple(plans),
         pairs,
         buckets,
         resolve(deployment.engine.attention),
+    )
+
+
+def _num_active_params(config: DecoderConfig, specs: Sequence[ParamSpec]) -> int:
+    moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
+    share = 1.0 if moe is None else moe.num_experts_per_token / moe.num_experts
+    return round(
+        sum(math.prod(spec.shape) * (share if "experts" in spec.axes else 1.0) for spec in specs)
     )
 
 
