@@ -65,6 +65,35 @@ def test_replicas_become_workers_and_the_rest_is_default(tmp_path: Path) -> None
     assert config.router.failure.decode_lost == "replay"
 
 
+def test_d07_no_worker_has_a_kv_dtype_of_its_own(tmp_path: Path) -> None:
+    problem = only_problem(tmp_path, HOST + PREFILL + DECODE + 'dtype = "bfloat16"\n')
+    assert problem.key == "worker[1].dtype" or problem.key.endswith("dtype")
+    assert "unknown" in problem.rule
+
+
+def test_only_a_prefill_worker_has_a_page_size_of_its_own(tmp_path: Path) -> None:
+    config = load(tmp_path, HOST + PREFILL + "page_size = 64\n" + DECODE)
+    sizes = {worker.name: config.cache_of(worker).page_size for worker in config.workers}
+    assert sizes == {"prefill-0": 64, "prefill-1": 64, "decode-0": 32}
+    problem = only_problem(tmp_path, GOOD + "page_size = 64\n")
+    assert problem.value == 64 and "workers that decode share cache.page_size" in problem.rule
+    uneven = HOST + PREFILL + "page_size = 48\n" + DECODE
+    found = {problem.key: problem.rule for problem in problems(tmp_path, uneven)}
+    assert found["worker.prefill-0.page_size"] == "must divide engine.prefill_chunk = 512"
+
+
+def test_what_is_done_to_pages_on_their_way(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD)
+    assert (config.cache.wire_dtype, config.cache.checksum) == ("float32", False)
+    text = GOOD + '[cache]\nwire_dtype = "int8"\nchecksum = true\ntransport = "jax_transfer"\n'
+    cache = load(tmp_path, text).cache
+    assert (cache.wire_dtype, cache.checksum, cache.transport) == ("int8", True, "jax_transfer")
+    keys = [
+        p.key for p in problems(tmp_path, GOOD + '[cache]\nwire_dtype = "int4"\nchecksum = 1\n')
+    ]
+    assert keys == ["cache.wire_dtype", "cache.checksum"]
+
+
 @pytest.mark.parametrize(
     ("platform", "engine", "cache", "expected"),
     [

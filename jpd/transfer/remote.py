@@ -105,10 +105,12 @@ class RemoteTransfer:
         puller.on_end = lambda notice: self._end_pull(notice)
 
     def offer(self, piece: KVPiece) -> None:
-        """Raises OSError when nobody knows where the destination is."""
+        """Raises OSError when nobody knows where the destination is, or parts are elsewhere."""
         if piece.destination in self._lanes:
             self._local.offer(piece)
             return
+        if not all(array.is_fully_addressable for array in piece.arrays):
+            raise OSError("the piece cannot be sent: not all of its devices are of this process")
         with self._lock:
             peer = self._peers.get(piece.destination)
             if peer is None:
