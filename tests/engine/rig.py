@@ -81,8 +81,7 @@ class Rig:
         return plan.wire(target.cache.spec.page_size, sizes, "float32", False)
 
 
-@functools.cache
-def rig(
+def make_rig(
     name: str,
     tensor: int = 1,
     first_device: int = 0,
@@ -114,6 +113,9 @@ def rig(
     assert source is not None
     (leaves,) = load_params(source, config, abstract_params(config, np.float32), [mesh], np.float32)
     return Rig(functions, KVCache(spec, mesh), leaves)
+
+
+rig = functools.cache(make_rig)
 
 
 def run_prefill(engine: PrefillEngine, *tasks: PrefillTask) -> dict[str, PrefillDone]:

@@ -1,28 +1,24 @@
-"""Every family through the whole path, every tensor size on either side, against the reference.
+"""Every family through chunked prefill, transfer and paged decode, on meshes that split unequally.
 
-Rigs are compiled once per family, side and mesh. The fast run gives each family one pair of meshes,
-so that all sizes occur on both sides; the rest are slow.
+What chooses tokens knows no family and is most of what there is to compile, so the steps here only
+take the best token. The fast run gives each family one pair of meshes; the rest are slow. Logits on
+meshes: tests/nn/test_sharded.py.
 """
 
 import itertools
 
-import numpy as np
+import jax
 import pytest
 
 from jpd.config import EngineConfig
+from jpd.engine import steps
+from jpd.engine.logprobs import LogprobArrays, no_logprobs
+from jpd.engine.sampling import best_tokens
 from tests.engine.pair import Pair
-from tests.engine.rig import GOLDEN, GREEDY, Rig, expected, golden_config, rig
+from tests.engine.rig import GOLDEN, GREEDY, Rig, expected, golden_config, make_rig
 
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
 MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
-VARIANTS = (  # what no family's own folder has
-    "variants/llama_bias_one_kv_head",
-    "variants/llama_linear_odd_heads",
-    "variants/phi3_longrope_long",
-    "variants/qwen2_late_windows",
-    "variants/qwen3_moe_mixed",
-    "variants/smollm3_no_rope_layers",
-)
 ONE_SHAPE = EngineConfig(
     prefill_chunk=32,
     prefill_buckets=(32,),
@@ -33,27 +29,34 @@ ONE_SHAPE = EngineConfig(
 """48 prompt tokens go through in two chunks, the second of them padded."""
 
 Mesh = tuple[int, int]  # tensor, expert
+Case = tuple[str, Mesh, Mesh]  # name, prefill side, decode side
 
-TENSOR_PAIRS = [((1, 1), (2, 1)), ((2, 1), (4, 1)), ((4, 1), (1, 1))]
-EXPERT_PAIRS = [((1, 2), (1, 4)), ((1, 4), (2, 2)), ((2, 2), (1, 2))]
+DENSE_PAIRS: list[tuple[Mesh, Mesh]] = [((2, 1), (4, 1)), ((4, 1), (1, 1)), ((1, 1), (2, 1))]
+"""The first two are tried with every family: four on either side. The third in turn with them."""
+EXPERT_PAIRS: list[tuple[Mesh, Mesh]] = [((4, 1), (2, 2)), ((1, 4), (4, 1)), ((2, 2), (1, 4))]
+VARIANTS: list[Case] = [  # what no family's own folder has
+    ("variants/llama_bias_one_kv_head", (1, 1), (4, 1)),
+    ("variants/llama_linear_odd_heads", (1, 1), (2, 1)),
+    ("variants/qwen3_moe_mixed", (2, 2), (1, 2)),
+    ("variants/smollm3_no_rope_layers", (2, 1), (1, 1)),
+]
 
 
-def _cases() -> list[object]:
-    """(name, mesh of the prefill side, mesh of the decode side)."""
-    cases = []
-    turns = itertools.cycle(range(len(TENSOR_PAIRS)))
-    for name in VARIANTS:
-        pair = TENSOR_PAIRS[0]
-        cases.append(pytest.param(name, *pair, marks=pytest.mark.slow, id=_label(name, *pair)))
-    for name in FAMILIES:
-        fast = next(turns)
-        for turn, pair in enumerate(TENSOR_PAIRS):
-            marks = () if turn == fast else (pytest.mark.slow,)
-            cases.append(pytest.param(name, *pair, marks=marks, id=_label(name, *pair)))
-        for turn, pair in enumerate(EXPERT_PAIRS if name in MIXTURES else ()):
-            marks = () if turn == fast else (pytest.mark.slow,)
-            cases.append(pytest.param(name, *pair, marks=marks, id=_label(name, *pair)))
-    return cases
+def _fast_cases() -> list[Case]:
+    turns = {True: itertools.cycle(EXPERT_PAIRS), False: itertools.cycle(DENSE_PAIRS)}
+    return [(name, *next(turns[name in MIXTURES])) for name in FAMILIES]
+
+
+def _slow_cases() -> list[Case]:
+    pairs = {name: EXPERT_PAIRS if name in MIXTURES else DENSE_PAIRS for name in FAMILIES}
+    cases = [(name, *pair) for name in FAMILIES for pair in pairs[name][:2]]
+    return [case for case in cases if case not in _fast_cases()] + VARIANTS
+
+
+def _params() -> list[object]:
+    fast = [pytest.param(*case, id=_label(*case)) for case in _fast_cases()]
+    slow = pytest.mark.slow
+    return fast + [pytest.param(*case, id=_label(*case), marks=slow) for case in _slow_cases()]
 
 
 def _label(name: str, source: Mesh, target: Mesh) -> str:
@@ -61,15 +64,22 @@ def _label(name: str, source: Mesh, target: Mesh) -> str:
     return "-".join((name.rpartition("/")[2], *sides))
 
 
-@pytest.mark.parametrize(("name", "source_mesh", "target_mesh"), _cases())
-def test_logits_and_tokens_of_the_reference(
-    name: str, source_mesh: Mesh, target_mesh: Mesh
-) -> None:
-    source, target = _rig(name, source_mesh, 0), _rig(name, target_mesh, 4)
+@pytest.fixture(autouse=True)
+def best_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_prompt_logprobs(_: object, hidden: jax.Array, *rest: object) -> LogprobArrays:
+        return no_logprobs(*hidden.shape[:2])
+
+    monkeypatch.setattr(steps, "sample", lambda logits, *rest: best_tokens(logits))
+    monkeypatch.setattr(
+        steps, "token_logprobs", lambda logits, tokens, wanted: no_logprobs(tokens.shape[0])
+    )
+    monkeypatch.setattr(steps, "prompt_logprobs", no_prompt_logprobs)
+
+
+@pytest.mark.parametrize(("name", "source_mesh", "target_mesh"), _params())
+def test_tokens_of_the_reference(name: str, source_mesh: Mesh, target_mesh: Mesh) -> None:
+    joined = Pair(_rig(name, source_mesh, 0), _rig(name, target_mesh, 4))
     golden = expected(name)
-    logits = source.functions.logits(source.leaves, golden["prompts"][0].tolist())
-    np.testing.assert_allclose(logits, golden["logits"][0], rtol=0, atol=2e-4)
-    joined = Pair(source, target)
     for index, prompt in enumerate(golden["prompts"]):
         joined.add(str(index), tuple(prompt.tolist()), GREEDY)
     tokens = joined.run()
@@ -77,20 +87,25 @@ def test_logits_and_tokens_of_the_reference(
 
 
 def _rig(name: str, mesh: Mesh, first_device: int) -> Rig:
+    """Of its own: other tests must not meet the steps compiled here."""
     tensor, expert = mesh
-    return rig(name, tensor, first_device, expert=expert, engine=ONE_SHAPE)
+    return make_rig(name, tensor, first_device, expert=expert, engine=ONE_SHAPE)
 
 
-def test_the_fast_cases_have_every_size_on_both_sides() -> None:
-    """And every family that has experts gets an expert axis."""
-    fast = [case.values for case in _cases() if not case.marks]  # type: ignore[attr-defined]
-    assert {name for name, *_ in fast} == set(FAMILIES)
+def test_the_cases_have_every_size_on_both_sides() -> None:
+    """Every family meets four devices on either side; those with experts are the mixtures."""
+    fast = _fast_cases()
     for side in (1, 2):
         assert {case[side][0] for case in fast} == {1, 2, 4}
-    split = {name for name, (_, experts), _ in fast if experts > 1}
+        assert {case[side][1] for case in fast + _slow_cases()} == {1, 2, 4}
+        for name in FAMILIES:
+            sizes = {
+                size for case in fast + _slow_cases() if case[0] == name for size in case[side]
+            }
+            assert 4 in sizes, (name, side)
     mixtures = {
         name
         for name in FAMILIES
         if any(layer.moe is not None for layer in golden_config(name).layers)
     }
-    assert split == mixtures == set(MIXTURES)
+    assert mixtures == set(MIXTURES)
