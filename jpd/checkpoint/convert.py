@@ -35,6 +35,7 @@ from jpd.checkpoint.sentencepiece_tokenizer import SentencePieceTokenizer
 from jpd.checkpoint.source import HostArray, TensorSource
 from jpd.errors import ConfigError, Problem
 from jpd.nn.config import WeightFormat
+from jpd.nn.families.quantization import QUANTIZATION
 from jpd.nn.params import abstract_params
 from jpd.nn.tensor_ref import TensorRef
 from jpd.tokenizer import HuggingFaceTokenizer
@@ -200,7 +201,8 @@ def _without_warnings(logger_name: str) -> Iterator[None]:
 
 
 def _write_description(folder: Path, model: Model, params: Sequence[_StreamedParam]) -> None:
-    _write_json(folder / "config.json", dict(model.raw_config))
+    config = {name: value for name, value in model.raw_config.items() if name != QUANTIZATION}
+    _write_json(folder / "config.json", config)
     origin = Path(model.spec).expanduser()
     if origin.is_dir():
         for name in COPIED_FILES:

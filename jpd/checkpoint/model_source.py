@@ -15,6 +15,7 @@ from typing import Any
 
 from jpd.chat_template import ChatTemplates
 from jpd.checkpoint.card import ModelCard, card_folders, find_card, read_card
+from jpd.checkpoint.dequantised_source import dequantised
 from jpd.checkpoint.gguf_config import config_from_gguf
 from jpd.checkpoint.gguf_file import open_gguf
 from jpd.checkpoint.gguf_source import gguf_source
@@ -32,6 +33,7 @@ from jpd.checkpoint.source import TensorSource
 from jpd.errors import ConfigError, Problem
 from jpd.nn.config import DecoderConfig, WeightFormat
 from jpd.nn.families import config_from_hf
+from jpd.nn.families.quantization import quantization_of
 from jpd.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -41,6 +43,8 @@ from jpd.tokenizer import (
 )
 
 logger = logging.getLogger(__name__)
+
+EMBEDDINGS = "model.embed_tokens.weight"
 
 WeightSource = TensorSource | OrbaxSource
 """What `load_params` takes."""
@@ -206,8 +210,15 @@ def _from_folder(folder: Path, spec: str, need_weights: bool = True) -> Model:
         return _model(name, spec, config, raw)
     generation = _read_json(folder / "generation_config.json")
     model = _model(name, spec, config, raw, _folder_tokenizer(folder), generation, str(folder))
-    source = open_orbax(folder) if is_orbax_folder(folder) else open_safetensors(folder)
-    return replace(model, source=source)
+    return replace(model, source=_folder_source(folder, raw))
+
+
+def _folder_source(folder: Path, raw: Mapping[str, Any]) -> WeightSource:
+    if is_orbax_folder(folder):
+        return open_orbax(folder)
+    source = open_safetensors(folder)
+    stored = quantization_of(raw, str(folder / "config.json"))
+    return source if stored is None else dequantised(source, stored)
 
 
 def _folder_tokenizer(folder: Path) -> Tokenizer | None:
@@ -291,7 +302,7 @@ def _check_vocabulary(tokenizer: Tokenizer, config: DecoderConfig, file: str) ->
     special: frozenset[int] = getattr(tokenizer, "special_token_ids", frozenset())
     beyond = [i for i in range(config.vocab_size, tokenizer.vocab_size) if i not in special]
     if any(tokenizer.token_bytes(token_id) for token_id in beyond):
-        rule = f"the tokenizer's vocabulary exceeds the embedding: vocab_size = {config.vocab_size}"
+        rule = f"exceeds the vocabulary of {EMBEDDINGS}: vocab_size = {config.vocab_size}"
         raise ConfigError([Problem(file, "tokenizer", tokenizer.vocab_size, rule)])
     message = "%s: special tokens from id %d on have no embedding; prompts with them are refused"
     logger.warning(message, file, config.vocab_size)

@@ -34,6 +34,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
@@ -45,11 +46,15 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
 }
 
+NOT_READ_BY_THE_LIBRARY = frozenset(DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0"))
+"""NumPy itself has no such types."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     path: Path
     info: TensorInfo
+    first_byte: int  # of its numbers in the file
 
 
 class SafetensorsSource:
@@ -76,14 +81,24 @@ class SafetensorsSource:
         return str(self._entries[name].path)
 
     def read(self, name: str) -> HostArray:
+        if self.info(name).dtype in NOT_READ_BY_THE_LIBRARY:
+            return self._mapped(name).copy()
         array: HostArray = self._file(name).get_tensor(name)
         return array
 
     def read_slice(self, name: str, slices: Slices) -> HostArray:
         if not slices:
             return self.read(name)
+        if self.info(name).dtype in NOT_READ_BY_THE_LIBRARY:
+            return self._mapped(name)[slices].copy()
         part: HostArray = self._file(name).get_slice(name)[slices]
         return part
+
+    def _mapped(self, name: str) -> HostArray:
+        entry = self._entries[name]
+        shape, dtype = entry.info
+        as_bytes = np.memmap(entry.path, np.uint8, "r", entry.first_byte, shape)
+        return np.asarray(as_bytes).view(dtype)
 
     def _file(self, name: str) -> Any:  # the library's stubs leave its methods untyped
         return self._files[self._entries[name].path]
@@ -176,6 +191,7 @@ def _warn_of_copies(
 def _read_header(path: Path) -> dict[str, _Entry]:
     """Names, shapes and types in one file, after checking that they fill the file exactly."""
     header, data_bytes = _parse_header(path)
+    data_start = path.stat().st_size - data_bytes
     problems: list[Problem] = []
     entries: dict[str, _Entry] = {}
     spans: list[tuple[int, int, str]] = []
@@ -186,7 +202,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         if fault or info is None:
             problems.append(Problem(str(path), name, fields, fault))
             continue
-        entries[name] = _Entry(path, info)
+        entries[name] = _Entry(path, info, data_start + span[0])
         spans.append((*span, name))
     problems.extend(_overlaps(path, spans))
     problems.extend(_cut_off(path, spans, data_bytes))

@@ -22,17 +22,19 @@ PAGE_SIZE = 8
 
 
 class GoldenModel:
-    """One golden folder: network, weights as float32, and what the reference computed."""
+    """One golden folder: network, weights as float32, and what the reference computed.
 
-    def __init__(self, folder: Path) -> None:
+    `tensors`: those of the folder where they are not plain numbers.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[str, np.ndarray] | None = None) -> None:
         raw = json.loads((folder / "config.json").read_text())
         family = find_family(raw)
         self.config: DecoderConfig = family.to_config(raw)
         self.abstract: AbstractParams = abstract_params(self.config, jnp.float32)
         refs = family.tensors(self.config)
         assert sorted(refs) == sorted(spec.path for spec in self.abstract.specs)
-        with safe_open(folder / "model.safetensors", "flax") as file:
-            tensors = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        tensors = tensors or _read_tensors(folder)
         self.leaves = tuple(
             jnp.asarray(read_ref(refs[spec.path], tensors, spec.shape), jnp.float32)
             for spec in self.abstract.specs
@@ -95,6 +97,11 @@ def forward(
     decoder = rebuild(graphdef, leaves)
     hidden, kv = decoder(tokens, positions, kv, batch)
     return decoder.logits(hidden), kv
+
+
+def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    with safe_open(folder / "model.safetensors", "flax") as file:
+        return {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
 
 
 def read_ref(ref: Any, tensors: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

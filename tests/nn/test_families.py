@@ -140,7 +140,26 @@ def test_longrope_by_its_older_name_and_by_the_ratio_of_lengths() -> None:
     ("name", "changes", "key"),
     [
         ("llama2", {"hidden_act": "relu"}, "hidden_act"),
-        ("llama2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (
+            "llama2",
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            "quantization_config.quant_method",
+        ),
+        (
+            "llama2",
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+            "quantization_config.activation_scheme",
+        ),
+        (
+            "llama2",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "quantization_config.weight_block_size",
+        ),
+        (
+            "llama2",
+            {"quantization_config": {"quant_method": "mxfp4", "rotation": True}},
+            "quantization_config.rotation",
+        ),
         ("llama2", {"sliding_window": 16}, "sliding_window"),
         (
             "llama2",

@@ -6,6 +6,7 @@ from typing import Any
 
 from jpd.nn.config import DecoderConfig
 from jpd.nn.families.fields import Fields
+from jpd.nn.families.quantization import read_quantization
 from jpd.nn.tensor_ref import TensorRef
 
 
@@ -18,11 +19,13 @@ class Family:
     read_config: Callable[[Fields], DecoderConfig]
     tensors: Callable[[DecoderConfig], dict[str, TensorRef]]
     """Parameter path → where it is in the checkpoint, for every parameter of the decoder."""
+    has_layers_beyond: bool = False
+    """Checkpoints hold layers after the last one, which draft further tokens; nothing uses them."""
 
     def to_config(self, raw: Mapping[str, Any], file: str = "config.json") -> DecoderConfig:
         """Translate config.json. Raises ConfigError with every field that is wrong or unknown."""
         fields = Fields(raw, file)
-        fields.fixed("quantization_config", rule="quantised weights are not supported")
+        read_quantization(fields)
         config = self.read_config(fields)
         if config.num_heads % config.num_kv_heads:
             rule = f"must divide num_attention_heads = {config.num_heads}"
