@@ -6,6 +6,7 @@ whoever asks for chat. Knows no tokenizer. Called by `jpd.tokenizer` and the tok
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +19,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jpd.errors import ConfigError, Problem, RequestError
 
+logger = logging.getLogger(__name__)
+
 DEFAULT = "default"
 TOOL_USE = "tool_use"
+PLAIN_CHAT = ({"role": "user", "content": "Hello"},)
 NO_TEMPLATE = "this model has no chat template; use completions, or start with --chat-template FILE"
 
 
@@ -88,7 +92,22 @@ class ChatTemplates:
         cls, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
     ) -> "ChatTemplates":
         """Files of the folder before the entry in tokenizer_config.json."""
-        return cls(_folder_sources(folder, config), special_tokens)
+        templates = cls(_folder_sources(folder, config), special_tokens)
+        templates.warn_of_faults(str(folder))
+        return templates
+
+    def warn_of_faults(self, location: str) -> None:
+        """Say at load what chat requests will be told: a template there is broken, or fails."""
+        for name, fault in self._faults.items():
+            message = "%s: its chat template (%s) is broken, chat will be refused: %s"
+            logger.warning(message, location, name, fault)
+        if DEFAULT not in self._compiled:
+            return
+        try:
+            self.render(PLAIN_CHAT, None, True, {})
+        except RequestError as error:
+            message = "%s: its chat template fails on one plain user message: %s"
+            logger.warning(message, location, error.rule)
 
     def with_override(self, path: Path) -> "ChatTemplates":
         """The same with the default template from `path`. Raises ConfigError when it is broken."""
@@ -147,10 +166,18 @@ def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         sources.update(_config_sources(_read_json(json_path).get("chat_template")))
     jinja_path = folder / "chat_template.jinja"
     if jinja_path.exists():
-        sources[DEFAULT] = jinja_path.read_text(encoding="utf-8")
+        sources[DEFAULT] = _read_template(jinja_path)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        sources[path.stem] = path.read_text(encoding="utf-8")
+        sources[path.stem] = _read_template(path)
     return sources
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule = "must be a readable file of UTF-8 text"
+        raise ConfigError([Problem(str(path), "chat template", str(error), rule)]) from error
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

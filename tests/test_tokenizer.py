@@ -266,6 +266,29 @@ def test_f11_a_broken_template_hurts_only_chat(folder: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for %}", "chat will be refused"),
+        ("{{ messages|magic }}", "chat will be refused"),
+        ("{{ nothing() }}", "fails on one plain user message"),
+    ],
+)
+def test_f11_a_broken_template_is_told_at_load(
+    folder: Path, caplog: pytest.LogCaptureFixture, source: str, words: str
+) -> None:
+    with_config(folder)
+    assert not caplog.text
+    with_config(folder, chat_template=source)
+    assert words in caplog.text and str(folder) in caplog.text
+
+
+def test_f11_a_template_that_is_no_text_is_named(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="chat_template.jinja"):
+        load_huggingface_tokenizer(folder)
+
+
 def test_f11_a_template_that_refuses_the_messages(folder: Path) -> None:
     source = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RequestError, match="roles must alternate"):

@@ -104,7 +104,9 @@ class _Reader:
         source = self._file.metadata.get("tokenizer.chat_template")
         names = {"bos_token": self.token_id("bos"), "eos_token": self.token_id("eos")}
         texts = {key: self.pieces[i] for key, i in names.items() if i is not None}
-        return ChatTemplates({DEFAULT: source} if source else {}, texts)
+        templates = ChatTemplates({DEFAULT: source} if source else {}, texts)
+        templates.warn_of_faults(self.location)
+        return templates
 
 
 def _sentencepiece(reader: _Reader) -> SentencePieceTokenizer:

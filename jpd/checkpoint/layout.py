@@ -5,6 +5,7 @@ Knows no device. Called by `load` and `convert`.
 """
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,6 +28,8 @@ CHECK_THREADS = 4
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old checkpoints carry; they are computed, not learnt."""
 
+LAYER_NAME = re.compile(r"(?P<prefix>(?:.+\.)?layers)\.(?P<layer>\d+)\.")
+
 
 def param_refs(
     source: TensorSource, config: DecoderConfig, abstract: AbstractParams
@@ -42,7 +45,11 @@ def param_refs(
         problems.extend(_shape_problems(source, ref))
     if problems:
         raise ConfigError(distinct(problems))
-    _report_extra(source, config, {name for ref in refs.values() for name in ref.names})
+    used = {name for ref in refs.values() for name in ref.names}
+    extra = {name for name in source.names - used if not name.endswith(IGNORED_SUFFIXES)}
+    if problems := _extra_in_layers(source, config, used, extra):
+        raise ConfigError(problems)
+    _warn_of_extra(source, config, extra)
     return refs
 
 
@@ -72,11 +79,32 @@ def _hint(name: str) -> str:
     return " (the config does not tie it to the embeddings)" if name == HEAD else ""
 
 
-def _report_extra(source: TensorSource, config: DecoderConfig, used: set[str]) -> None:
-    """Warn of tensors that nothing uses; a head beside tied embeddings is compared with them."""
-    extra = {name for name in source.names - used if not name.endswith(IGNORED_SUFFIXES)}
+def _extra_in_layers(
+    source: TensorSource, config: DecoderConfig, used: set[str], extra: set[str]
+) -> list[Problem]:
+    """Tensors of the decoder's layers that it does not use: config and weights disagree."""
+    found = (LAYER_NAME.match(name) for name in used)
+    prefixes = {match["prefix"] for match in found if match}
+    problems = []
+    for name in sorted(extra):
+        match = LAYER_NAME.match(name)
+        if match is None or match["prefix"] not in prefixes:
+            continue
+        if int(match["layer"]) < config.num_layers:
+            rule = "a layer of this config has no such tensor, though it would change the result"
+        elif FAMILIES[config.family].has_layers_beyond:
+            continue
+        else:
+            rule = f"the config has {config.num_layers} layers"
+        shape = list(source.info(name).shape)
+        problems.append(Problem(source.file_of(name), name, shape, rule))
+    return problems
+
+
+def _warn_of_extra(source: TensorSource, config: DecoderConfig, extra: set[str]) -> None:
+    """Of tensors outside the decoder; a head beside tied embeddings is compared with them."""
     if config.tied_embeddings and HEAD in extra:
-        extra.discard(HEAD)
+        extra = extra - {HEAD}
         if not _equal_tensors(source, HEAD, EMBED):
             message = "%s: %s differs from the embeddings it is tied to; the embeddings are used"
             logger.warning(message, source.file_of(HEAD), HEAD)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -186,6 +187,34 @@ def test_f01_an_unknown_tensor_is_only_warned_of(
     with caplog.at_level(logging.WARNING):
         load_model(open_model(str(checkpoint)))
     assert "model.vision.weight" in caplog.text
+
+
+@pytest.mark.usefixtures("no_device_memory")
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("model.layers.0.self_attn.q_proj.bias", "a layer of this config has no such tensor"),
+        ("model.layers.3.mlp.up_proj.weight", "the config has 3 layers"),
+    ],
+)
+def test_a_tensor_that_a_layer_would_need_is_refused(
+    checkpoint: Path, name: str, rule: str
+) -> None:
+    """Without it the model would say something else: the config does not describe the weights."""
+    write_tensors(checkpoint, read_tensors(checkpoint) | {name: np.ones((64,), np.float32)})
+    message = refusal(checkpoint)
+    assert f"model.safetensors: {name} = [64]: {rule}" in message
+
+
+def test_layers_that_draft_further_tokens_are_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "deepseek"
+    shutil.copytree(GOLDEN / "variants" / "deepseek_yarn", folder)
+    name = "model.layers.2.mlp.gate.weight"
+    write_tensors(folder, read_tensors(folder) | {name: np.ones((2, 2), np.float32)})
+    load_model(open_model(str(folder)))
+    assert name in caplog.text
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -52,6 +52,19 @@ def refused(doors: Doors, path: str, body: str, **headers: str) -> dict[str, str
 
 
 @pytest.mark.parametrize(
+    ("template", "words"),
+    [(None, "no chat template"), ("{% for %}", "is broken"), ("{{ nothing() }}", "nothing")],
+)
+def test_f11_without_a_template_that_works_only_chat_is_refused(
+    open_doors: Opened, template: str | None, words: str
+) -> None:
+    doors = open_doors(make_model(make_tokenizer(template)))
+    chat = '{"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}'
+    assert words in str(refused(doors, CHAT, chat)["message"])
+    assert post(doors, COMPLETIONS, '{"model": "tiny", "prompt": "hi"}').status_code == 200
+
+
+@pytest.mark.parametrize(
     "body",
     ["", "{", "{'a': 1}", '{"prompt": "a",}', "[]", '"text"', "null", "5", "\x00", "[" * 100_000],
 )

@@ -147,4 +147,6 @@ def tensors(config: DecoderConfig) -> dict[str, TensorRef]:
     return moe_decoder_tensors(config, _moe_tensors, _attention_tensors)
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), read_config, tensors)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", ("DeepseekV3ForCausalLM",), read_config, tensors, has_layers_beyond=True
+)
