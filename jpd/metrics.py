@@ -79,6 +79,9 @@ class Metrics:
         self.unknown_attempts = self._counter(
             "unknown_attempts", "messages about an attempt that is over"
         )
+        self.late_kv_pieces = self._counter(
+            "late_kv_pieces", "KV that arrived for an attempt that was over, and was dropped"
+        )
         self.spec_decode_num_draft_tokens = self._counter(
             "spec_decode_num_draft_tokens", "drafts of speculative decoding, verified", "worker"
         )

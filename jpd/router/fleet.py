@@ -289,6 +289,7 @@ class Fleet:
 
         metrics = self._metrics
         metrics.unknown_attempts.inc(increase("num_unknown_attempts"))
+        metrics.late_kv_pieces.inc(increase("num_late_pieces"))
         drafts = metrics.spec_decode_num_draft_tokens.labels(status.name)
         drafts.inc(increase("num_draft_tokens"))
         accepted = metrics.spec_decode_num_accepted_tokens.labels(status.name)

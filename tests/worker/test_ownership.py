@@ -114,7 +114,7 @@ async def test_prefilling_queued_or_after_some_chunks(num_steps: int) -> None:
     ids=lambda fault: f"{fault.action}-{fault.stage}",
 )
 async def test_transferring(fault: Fault) -> None:
-    async with routed(fault) as (running, router, _):
+    async with routed(fault) as (running, router, metrics):
         if fault.stage == "release":
             running["decode-0"].decode.before_step = lambda: time.sleep(0.005)
         task = asyncio.create_task(ask(router, 20, 50))
@@ -125,6 +125,10 @@ async def test_transferring(fault: Fault) -> None:
         await cancel_and_check(running, router, task)
         late = running["decode-0"].status.num_late_pieces
         assert late >= (fault.action == "delay" and fault.stage != "release")
+        end = time.monotonic() + 5
+        while metrics.value("jpd:late_kv_pieces_total") < late:  # with the next status
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
 
 
 async def test_decoding() -> None:
