@@ -61,6 +61,7 @@ class Journey:
         self._decode_worker = ""
         self._prefill_worker = ""
         self._num_uncached_tokens = 0
+        self._step_start = 0.0  # since when the next token is awaited
         self._fatal_fault: Fault | None = None
 
     async def run(self) -> None:
@@ -219,6 +220,7 @@ class Journey:
     def _take_kv(self, event: DecodeEvent) -> None:
         """The KV is whole on the decode worker."""
         now, is_local = self._clock(), self._prefill_worker == self._decode_worker
+        self._step_start = now
         if self.record.state is RequestState.TRANSFERRING:
             kv_time = now if event.kv_complete_time is None else event.kv_complete_time
             self.record.advance(RequestState.DECODING, min(kv_time, now))
@@ -243,7 +245,8 @@ class Journey:
     def _take_event(self, event: DecodeEvent) -> bool:
         """Hand tokens on. True after the last one; more than was asked for are never handed on."""
         if event.token_ids and event.kv_complete_time is None:
-            gap = self._clock() - self.record.last_token_time
+            now = self._clock()
+            gap, self._step_start = now - self._step_start, now
             self._fleet.see_step(self._decode_worker, gap / len(event.token_ids))
         if event.num_draft_tokens:
             self._timeline.num_draft_tokens += event.num_draft_tokens

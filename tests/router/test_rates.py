@@ -1,10 +1,14 @@
 """Rates learned from noisy measurements, and what is assumed before there are any."""
 
+import asyncio
 import random
 
 import pytest
 
 from jpd.router.rates import Line, LineEstimate, RateBook, RateSeed
+from tests.router.rig import rig
+from tests.router.virtual_time import virtual
+from tests.support.fake_worker import FakeWorker
 
 TRUE = Line(0.02, 3e-5)
 
@@ -68,3 +72,31 @@ def test_links_are_measured_by_pair_and_bytes_of_a_token_too() -> None:
     assert before == {} and set(book.links("p")) == {"d0"}
     assert book.links("p")["d0"].at(100_000) == pytest.approx(0.5, rel=0.1)
     assert book.kv_bytes_per_token("anybody") == 1000.0
+
+
+@virtual
+async def test_the_router_measures_its_workers_and_pairs_as_it_serves() -> None:
+    prefill = FakeWorker("p", "prefill", prefill_token_seconds=0.002)
+    decode = FakeWorker("d", "decode", step_seconds=0.07, transfer_seconds=0.3, slots=8, pages=512)
+    async with rig(prefill, decode) as r:
+        for length in (10, 60, 30, 100, 20) * 6:
+            await r.ask(r.request((1,) * length, max_tokens=6))
+        p, d = r.view("p"), r.view("d")
+        assert p.prefill_line.at(50) == pytest.approx(0.1, rel=0.1)
+        assert d.step_line.at(1) == pytest.approx(0.07, rel=0.1), "the transfer is no step"
+        assert p.links["d"].at(50 * decode.bytes_per_token) == pytest.approx(0.3, rel=0.1)
+        assert d.kv_bytes_per_token == decode.bytes_per_token
+
+
+@virtual
+async def test_a_slow_worker_gets_less_of_the_work_once_it_was_measured() -> None:
+    """One prefill worker is four times faster than the other, and nobody said so."""
+    slow = FakeWorker("slow", "prefill", prefill_token_seconds=0.004)
+    fast = FakeWorker("fast", "prefill", prefill_token_seconds=0.001)
+    decode = FakeWorker("d", "decode", slots=64, pages=4000)
+    async with rig(slow, fast, decode) as r:
+        await asyncio.gather(*(r.ask(r.request((1,) * 100, max_tokens=2)) for _ in range(10)))
+        before = len(fast.attempts["prefill"]), len(slow.attempts["prefill"])
+        await asyncio.gather(*(r.ask(r.request((1,) * 100, max_tokens=2)) for _ in range(50)))
+        num_fast = len(fast.attempts["prefill"]) - before[0]
+        assert 35 <= num_fast <= 45, "four of five"
