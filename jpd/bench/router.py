@@ -28,7 +28,8 @@ def run(*, trace: Path | None = None, is_quick: bool = False) -> list[Result]:
     found = router_decisions.results(sizes, NUM_DECISIONS // share)
     for name, write in traces.SYNTHETIC.items():
         compared = policies if name == COMPARED_TRACE else policies[:1]
-        found += router_replay.results(name, write(NUM_REQUESTS // share), compared)
+        hit_share = None if name == "bursts" else router_replay.HIT_SHARE
+        found += router_replay.results(name, write(NUM_REQUESTS // share), compared, hit_share)
     if trace is not None and requests is not None:
         found += router_replay.results(trace.name, requests, policies)
     return found + router_overload.results(QUICK_OVERLOAD_SECONDS if is_quick else OVERLOAD_SECONDS)

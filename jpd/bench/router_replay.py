@@ -175,8 +175,13 @@ def best_hit_rate(trace: Trace) -> float:
     return num_hits / sum(len(request.page_ids) for request in trace)
 
 
-def results(name: str, trace: Trace, policies: Sequence[PolicyName]) -> list[Result]:
-    """What each policy makes of a trace; the first one has targets to meet."""
+def results(
+    name: str, trace: Trace, policies: Sequence[PolicyName], hit_share: float | None = HIT_SHARE
+) -> list[Result]:
+    """What each policy makes of a trace; the first one has targets to meet.
+
+    `hit_share` None: prompts come while those they share pages with are being computed.
+    """
     best = best_hit_rate(trace)
     found = [Result(f"{name}: page hit rate of one cache without bound", best, "")]
     for policy in policies:
@@ -187,7 +192,7 @@ def results(name: str, trace: Trace, policies: Sequence[PolicyName]) -> list[Res
                 f"{name}, {policy}: page hit rate",
                 done.hit_rate,
                 "",
-                HIT_SHARE * best if is_held else None,
+                hit_share * best if is_held and hit_share is not None else None,
                 at_most=False,
             ),
             Result(

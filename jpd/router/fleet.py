@@ -34,6 +34,8 @@ class WorkerEntry:
 
     client: WorkerClient
     watch: Watch
+    rows_gauge: Callable[[float], None]  # told of `num_rows`
+    prefills_gauge: Callable[[float], None]
     status: WorkerStatus | None = None
     progress_time: float = 0.0  # when `last_step_time` was last seen to change
     busy_since: float | None = None  # since when it has had work without a break
@@ -108,6 +110,8 @@ class Fleet:
         self._metrics, self._clock, self._on_change = metrics, clock, on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._num_chosen = 0
+        self._snapshot: tuple[WorkerView, ...] | None = None  # None: to be made again
+        self._tripped: set[str] = set()  # workers whose breaker is not closed
         self.prefixes = PrefixIndex((), max_index_pages)
         self.rates = RateBook(seeds or {})
         self._recent_epoch = clock()
@@ -124,7 +128,10 @@ class Fleet:
             raise ValueError(f"two workers are named {name!r}")
         watch = Watch(name)
         watch.go_down("its first status is awaited")
-        self._entries[name] = entry = WorkerEntry(client, watch)
+        running = self._metrics.requests_running
+        rows, prefills = running.labels(name, "decode"), running.labels(name, "prefill")
+        self._entries[name] = entry = WorkerEntry(client, watch, rows.set, prefills.set)
+        self._snapshot = None
         self.prefixes.add_worker(name)
         client.on_room(self._on_change)
         return entry
@@ -133,6 +140,8 @@ class Fleet:
         """Forget a worker that holds nothing any more."""
         entry = self._entries[worker]
         assert not entry.has_work, f"{worker} still has work"
+        self._touch(worker)
+        self._tripped.discard(worker)
         del self._entries[worker]
         self.rates.forget(worker)
         self.prefixes.remove_worker(worker)
@@ -161,10 +170,12 @@ class Fleet:
 
     def snapshot(self) -> tuple[WorkerView, ...]:
         """One look at every worker."""
-        for entry in self._entries.values():
-            if entry.breaker.is_tripped:
-                entry.view = None  # it closes with time alone
-        return tuple(entry.view or self.view(name) for name, entry in self._entries.items())
+        for name in self._tripped:
+            self._touch(name)  # a breaker closes with time alone
+        if self._snapshot is None:
+            views = [entry.view or self.view(name) for name, entry in self._entries.items()]
+            self._snapshot = tuple(views)
+        return self._snapshot
 
     # Work given and returned.
 
@@ -174,7 +185,7 @@ class Fleet:
         entry.num_reserved_pages += row.num_pages
         entry.num_growing_rows += row.grows
         entry.priorities[row.priority] += 1
-        self._metrics.requests_running.labels(worker, "decode").set(entry.num_rows)
+        entry.rows_gauge(entry.num_rows)
 
     def give_row(self, worker: str, row: Row, *, was_held: bool = True) -> None:
         """Return a row. One that was refused frees no room: nobody is woken to try again."""
@@ -185,7 +196,7 @@ class Fleet:
         entry.priorities[row.priority] -= 1
         if not entry.priorities[row.priority]:
             del entry.priorities[row.priority]
-        self._metrics.requests_running.labels(worker, "decode").set(entry.num_rows)
+        entry.rows_gauge(entry.num_rows)
         if was_held:
             self._on_change()
 
@@ -194,13 +205,13 @@ class Fleet:
         entry.num_prefills += 1
         entry.num_prefill_tokens += num_tokens
         entry.recent_tokens += num_tokens / self.recent_scale()
-        self._metrics.requests_running.labels(worker, "prefill").set(entry.num_prefills)
+        entry.prefills_gauge(entry.num_prefills)
 
     def give_prefill(self, worker: str, num_tokens: int) -> None:
         entry = self._touch(worker)
         entry.num_prefills -= 1
         entry.num_prefill_tokens -= num_tokens
-        self._metrics.requests_running.labels(worker, "prefill").set(entry.num_prefills)
+        entry.prefills_gauge(entry.num_prefills)
 
     def recent_scale(self) -> float:
         """WorkerView.recent_tokens times this are tokens: older work has faded by as much."""
@@ -243,8 +254,8 @@ class Fleet:
         """What is known of some workers tells of those that were not measured yet."""
         if self.rates.num_shifts != self._num_shifts:
             self._num_shifts = self.rates.num_shifts
-            for entry in self._entries.values():
-                entry.view = None
+            for name in self._entries:
+                self._touch(name)
 
     # Faults and health.
 
@@ -255,13 +266,15 @@ class Fleet:
             if entry.breaker.is_tripped:
                 _log.info("worker %s works again", worker)
             entry.breaker.success()
-            entry.view = None
+            self._tripped.discard(worker)
+            self._touch(worker)
 
     def note_fault(self, worker: str) -> None:
         """The worker broke an attempt. Never called for what a client did wrong."""
         breaker = self._touch(worker).breaker
         seconds = breaker.fault(self._clock(), self._random.random())
         if seconds:
+            self._tripped.add(worker)
             _log.warning(
                 "worker %s is suspended for %.1f s: %d faults in a row",
                 worker,
@@ -334,7 +347,7 @@ class Fleet:
     def _touch(self, worker: str, chosen: bool = False) -> WorkerEntry:
         """The entry, whose view has to be made again."""
         entry = self._entries[worker]
-        entry.view = None
+        entry.view = self._snapshot = None
         if chosen:
             self._num_chosen += 1
             entry.last_chosen = self._num_chosen
