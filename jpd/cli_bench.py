@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jpd.api import Server, launch
-from jpd.bench import engine, interference, router, speculation, transfer
+from jpd.bench import convert, engine, interference, router, speculation, transfer
 from jpd.bench.engine_rig import load_model
 from jpd.bench.gap_plot import write_plots
 from jpd.bench.kv_peer import NUM_DEVICES
@@ -77,9 +77,14 @@ def _transfer(options: argparse.Namespace) -> Sequence[Result]:
     return transfer.run(loaded, is_quick=options.quick)
 
 
+def _convert(options: argparse.Namespace) -> Sequence[Result]:
+    return convert.run(is_quick=options.quick)
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "router": _router,
     "transfer": _transfer,
+    "convert": _convert,
     "engine": _engine,
     "serving": _serving,
     "speculation": _speculation,
@@ -94,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="gemma-3-270m",
         metavar="M",
-        help="of all but router; default gemma-3-270m",
+        help="of all but router and convert; default gemma-3-270m",
     )
     parser.add_argument(
         "--mesh",
