@@ -32,6 +32,7 @@ from jpd.frontend.options import GenerateOptions, PromptLike, read_options
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.server import Endpoints
 from jpd.frontend.service import Generation, TextDelta
+from jpd.frontend.tool_formats import FORMATS, ToolFormat, format_of_template
 from jpd.launch.inprocess import TransferWrapper
 from jpd.launch.launchers import RunningFleet, launch_fleet
 from jpd.launch.orders import read_token
@@ -53,6 +54,7 @@ def launch(
     mesh: str | Path | DeploymentConfig,
     *,
     chat_template: str | None = None,
+    tool_call_parser: str | None = None,
     weights: WeightFormat | None = None,
     engine: Mapping[str, object] | None = None,
     cache: Mapping[str, object] | None = None,
@@ -64,11 +66,12 @@ def launch(
     """A server of `model` on `mesh`, to be used in `with` or `async with`, which start and end it.
 
     `model` is a card, a Hugging Face or Orbax folder or a .gguf file; `mesh` a mesh file or its
-    bare name. `weights` is "int8" or None, as the card or the checkpoint has it. `engine`, `cache`
-    and `router` override keys of those tables of the mesh file. `progress` hears how far the
-    weights are. `transfer_wrapper` is for tests of faults; `can_prefill_locally` lets
-    `disaggregate=False` work on every decode worker. Raises ConfigError with every problem found,
-    before any weight is read.
+    bare name. `tool_call_parser` names how the model writes calls of functions: hermes, llama3 or
+    mistral; None: as its chat template has it. `weights` is "int8" or None, as the card or the
+    checkpoint has it. `engine`, `cache` and `router` override keys of those tables of the mesh
+    file. `progress` hears how far the weights are. `transfer_wrapper` is for tests of faults;
+    `can_prefill_locally` lets `disaggregate=False` work on every decode worker. Raises ConfigError
+    with every problem found, before any weight is read.
     """
     deployment = mesh if isinstance(mesh, DeploymentConfig) else load_deployment(mesh)
     deployment = _override(deployment, {"engine": engine, "cache": cache, "router": router})
@@ -83,7 +86,7 @@ def launch(
         progress=progress,
         can_prefill_locally=can_prefill_locally,
     )
-    return Server(model, deployment, start_fleet, seed_rates(plan))
+    return Server(model, deployment, start_fleet, seed_rates(plan), tool_call_parser)
 
 
 class Server:
@@ -98,12 +101,13 @@ class Server:
         deployment: DeploymentConfig,
         start_fleet: Callable[[], RunningFleet],
         rate_seeds: Mapping[str, RateSeed] | None = None,
+        tool_call_parser: str | None = None,
     ) -> None:
         self.metrics = Metrics()
         self._deployment = deployment
         self._start_fleet = start_fleet
         self._rate_seeds = rate_seeds
-        self._model = served_model(model, deployment)
+        self._model = served_model(model, deployment, tool_call_parser)
         self._fleet: RunningFleet | None = None
         self._loop: LoopThread | None = None
         self._backend: Backend | None = None
@@ -272,7 +276,9 @@ class Server:
         return self._backend
 
 
-def served_model(model: Model, deployment: DeploymentConfig) -> ServedModel:
+def served_model(
+    model: Model, deployment: DeploymentConfig, tool_call_parser: str | None = None
+) -> ServedModel:
     """What the doors know of the model, with the recommendations of its authors as defaults."""
     recommended = {
         name: value
@@ -287,7 +293,18 @@ def served_model(model: Model, deployment: DeploymentConfig) -> ServedModel:
         short_context=model.config.short_context,
         eos_token_ids=model.eos_token_ids,
         default_sampling=recommended,
+        tool_format=_tool_format(model, tool_call_parser),
     )
+
+
+def _tool_format(model: Model, name: str | None) -> ToolFormat | None:
+    """By its name, or else as the chat template has it. Raises ConfigError."""
+    if name is None and model.tokenizer is not None:
+        name = format_of_template(model.tokenizer.tool_template)
+    if name is not None and name not in FORMATS:
+        rule = f"must be one of {', '.join(FORMATS)}"
+        raise ConfigError([Problem("launch()", "tool_call_parser", name, rule)])
+    return None if name is None else FORMATS[name]
 
 
 def _override(

@@ -127,6 +127,10 @@ class ChatTemplates:
     def default(self) -> str | None:
         return self._sources.get(DEFAULT)
 
+    @property
+    def for_tools(self) -> str | None:
+        return self._sources.get(TOOL_USE, self.default)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -18,6 +18,7 @@ from jpd.cli_pair import add_pair_arguments, load_pair
 from jpd.cli_progress import ProgressLine
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.server import Endpoints
+from jpd.frontend.tool_formats import FORMATS
 
 HELP = "serve over HTTP (OpenAI's API) and gRPC until SIGINT or SIGTERM"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -47,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let hosts talk over a network without certificates ([security])",
     )
     parser.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    parser.add_argument(
+        "--tool-call-parser",
+        choices=tuple(FORMATS),
+        help="how the model writes calls of functions; default: as its chat template has it",
+    )
 
 
 def port(text: str) -> int:
@@ -92,7 +98,8 @@ def run(options: argparse.Namespace) -> int:
         security = dataclasses.replace(deployment.security, insecure=True)
         deployment = dataclasses.replace(deployment, security=security)
     print(f"loading {model.name} on {deployment.file} ...", file=sys.stderr, flush=True)
-    with launch(model, deployment, progress=ProgressLine()) as server:
+    parser = options.tool_call_parser
+    with launch(model, deployment, tool_call_parser=parser, progress=ProgressLine()) as server:
         try:
             doors = server.serve(options.http_port, options.grpc_port, options.host)
         except OSError as error:

@@ -52,6 +52,11 @@ class Tokenizer(TokenBytes, Protocol):
     @property
     def chat_template(self) -> str | None: ...
 
+    @property
+    def tool_template(self) -> str | None:
+        """The template of chats in which functions are offered."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text made by a chat template holds its own BOS: add_special_tokens=False.
 
@@ -120,6 +125,10 @@ class TemplatedTokenizer(ABC):
     @property
     def chat_template(self) -> str | None:
         return self.templates.default
+
+    @property
+    def tool_template(self) -> str | None:
+        return self.templates.for_tools
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         decoder = IncrementalDecoder(self, skip_special_tokens)

@@ -14,6 +14,7 @@ from jpd.frontend.errors import Failure
 from jpd.frontend.job import PreparedJob
 from jpd.frontend.service import Generation, TextDelta
 from jpd.frontend.token_texts import LogprobWriter, TokenTexts, prompt_entries
+from jpd.frontend.tool_calls import ToolCallDelta
 from jpd.request import Timeline
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -136,7 +137,7 @@ def _whole_choice(
 ) -> dict[str, object]:
     choice: dict[str, object] = {"index": index}
     if options.kind == "chat":
-        choice["message"] = {"role": "assistant", "content": generation.text, "refusal": None}
+        choice["message"] = _message(generation)
     else:
         choice["text"] = generation.text
     choice |= ChoiceLogprobs(options, prepared, index).fields(generation)
@@ -147,6 +148,29 @@ def _whole_choice(
     if options.include_details and generation.timeline is not None:
         choice["details"] = details(generation.timeline)
     return choice
+
+
+def _message(generation: Generation) -> dict[str, object]:
+    message: dict[str, object] = {"role": "assistant", "content": generation.text, "refusal": None}
+    if generation.tool_calls:
+        message["content"] = generation.text or None
+        message["tool_calls"] = [_call(call) for call in generation.tool_calls]
+    return message
+
+
+def _chat_delta(delta: TextDelta) -> dict[str, object]:
+    found: dict[str, object] = {"content": delta.text} if delta.text else {}
+    if delta.tool_calls:
+        found["tool_calls"] = [{"index": call.index} | _call(call) for call in delta.tool_calls]
+    return found
+
+
+def _call(call: ToolCallDelta) -> dict[str, object]:
+    """A whole call or its first part; a later part has arguments only."""
+    if call.id is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def details(timeline: Timeline) -> dict[str, object]:
@@ -193,7 +217,7 @@ class ChunkWriter:
             prefix = f'{self._head},"choices":[{{"index":{delta.index},{key}'
             self._prefixes[delta.index] = prefix
             start = self._role(delta.index)
-        has_more = bool(delta.logprobs or delta.prompt_logprobs)
+        has_more = bool(delta.logprobs or delta.prompt_logprobs or delta.tool_calls)
         if delta.finish_reason is not None or self._options.include_token_ids or has_more:
             return start + self._full(delta)
         if not delta.text:
@@ -226,7 +250,7 @@ class ChunkWriter:
         """A chunk with more than text in it: the end of a choice, or token ids."""
         choice: dict[str, object] = {"index": delta.index}
         if self._options.kind == "chat":
-            choice["delta"] = {"content": delta.text} if delta.text else {}
+            choice["delta"] = _chat_delta(delta)
         else:
             choice["text"] = delta.text
         choice |= self._logprob_fields(delta)

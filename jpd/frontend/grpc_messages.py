@@ -11,8 +11,11 @@ import time
 from jpd.errors import RequestError
 from jpd.frontend.answers import UsageCounter, details
 from jpd.frontend.job import GenerateJob, read_sampling
-from jpd.frontend.prompts import ChatMessage, Prompt, ServedModel, read_messages
+from jpd.frontend.messages import ChatMessage, read_messages
+from jpd.frontend.prompts import Prompt, ServedModel
 from jpd.frontend.service import TextDelta, TextService
+from jpd.frontend.tool_calls import ToolCallDelta
+from jpd.frontend.tool_fields import Tool, ToolRequest, read_tool_request, read_tools, with_grammar
 from jpd.request import Timeline, TokenLogprobs
 from jpd.rpc import jpd_pb2
 
@@ -20,6 +23,7 @@ FINISH_REASONS = {
     None: jpd_pb2.FINISH_REASON_UNSPECIFIED,
     "stop": jpd_pb2.FINISH_REASON_STOP,
     "length": jpd_pb2.FINISH_REASON_LENGTH,
+    "tool_calls": jpd_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _OPTIONAL_SAMPLING = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
@@ -35,20 +39,25 @@ async def read_job(
     arrival_time = time.monotonic()
     service.model.check_name(message.model or None)
     prompt: Prompt
+    tools: ToolRequest | None = None
     match message.WhichOneof("prompt"):
         case "text":
             prompt = message.text
         case "token_ids":
             prompt = tuple(message.token_ids.ids)
         case "chat":
-            prompt = await service.chat_prompt(read_chat(message.chat))
+            tools = _read_tool_request(message.chat, service.model)
+            offered = () if tools is None else tools.tools
+            prompt = await service.chat_prompt(read_chat(message.chat), tools=offered)
         case _:
             raise RequestError("prompt", None, "give text, token_ids or chat")
+    fields = _sampling_fields(message.sampling)
     return GenerateJob(
         prompts=(prompt,),
-        sampling=read_sampling(_sampling_fields(message.sampling), service.model.default_sampling),
+        sampling=with_grammar(read_sampling(fields, service.model.default_sampling), tools),
         n=message.n or 1,
         include_stop_str_in_output=message.include_stop_str_in_output,
+        skip_special_tokens=tools is None,
         add_special_tokens=message.WhichOneof("prompt") != "chat",
         session_id=message.session_id or None,
         cache_salt=message.cache_salt or None,
@@ -58,14 +67,56 @@ async def read_job(
         slo=message.slo or None,
         timeout_seconds=timeout_seconds,
         arrival_time=arrival_time,
+        tools=None if tools is None else tools.use,
     )
 
 
 def read_chat(chat: jpd_pb2.ChatMessages) -> tuple[ChatMessage, ...]:
     """Checked messages. Raises RequestError."""
-    return read_messages(
-        [{"role": message.role, "content": message.content} for message in chat.messages]
-    )
+    return read_messages([_message_fields(message) for message in chat.messages])
+
+
+def _message_fields(message: jpd_pb2.ChatMessage) -> dict[str, object]:
+    calls = [
+        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    fields: dict[str, object] = {"role": message.role, "content": message.content}
+    if calls:
+        fields["tool_calls"] = calls
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def read_chat_tools(chat: jpd_pb2.ChatMessages) -> tuple[Tool, ...]:
+    """The functions offered. Raises RequestError."""
+    return read_tools([_tool_fields(index, tool) for index, tool in enumerate(chat.tools)])
+
+
+def _tool_fields(index: int, tool: jpd_pb2.Tool) -> dict[str, object]:
+    function: dict[str, object] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        try:
+            function["parameters"] = json.loads(tool.parameters)
+        except (ValueError, RecursionError) as error:
+            field = f"tools[{index}].function.parameters"
+            raise RequestError(field, tool.parameters, f"must be a JSON schema: {error}") from None
+    return {"type": "function", "function": function}
+
+
+def _read_tool_request(chat: jpd_pb2.ChatMessages, model: ServedModel) -> ToolRequest | None:
+    choice: object = None
+    match chat.WhichOneof("tool_choice"):
+        case "no_tool":
+            choice = "none" if chat.no_tool else None
+        case "any_tool":
+            choice = "required" if chat.any_tool else None
+        case "named_tool":
+            choice = {"type": "function", "function": {"name": chat.named_tool}}
+    return read_tool_request(read_chat_tools(chat), choice, not chat.single_tool_call, model)
 
 
 def _sampling_fields(message: jpd_pb2.SamplingParams) -> dict[str, object]:
@@ -99,6 +150,7 @@ def delta_message(delta: TextDelta, include_details: bool) -> jpd_pb2.GenerateRe
         prompt_logprobs=[
             _logprobs_message(entry) for entry in delta.prompt_logprobs if entry is not None
         ],
+        tool_calls=map(_call_message, delta.tool_calls),
     )
     if delta.finish_reason is not None:
         message.finish_reason = FINISH_REASONS[delta.finish_reason]
@@ -113,6 +165,12 @@ def _logprobs_message(entry: TokenLogprobs) -> jpd_pb2.TokenLogprobs:
         rank=entry.rank,
         top_token_ids=entry.top_token_ids,
         top_logprobs=entry.top_logprobs,
+    )
+
+
+def _call_message(call: ToolCallDelta) -> jpd_pb2.ToolCallDelta:
+    return jpd_pb2.ToolCallDelta(
+        index=call.index, id=call.id or "", name=call.name or "", arguments=call.arguments
     )
 
 

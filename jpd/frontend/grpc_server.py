@@ -24,6 +24,7 @@ from jpd.frontend.grpc_messages import (
     delta_message,
     model_info,
     read_chat,
+    read_chat_tools,
     read_job,
     timeline_trailer,
     usage_message,
@@ -111,7 +112,9 @@ class JpdServicer:
         is_chat = request.WhichOneof("prompt") == "chat"
         text = request.text
         if is_chat:
-            text = await self._service.chat_prompt(read_chat(request.chat))
+            text = await self._service.chat_prompt(
+                read_chat(request.chat), tools=read_chat_tools(request.chat)
+            )
         add_special_tokens = not is_chat
         if request.HasField("add_special_tokens"):
             add_special_tokens = request.add_special_tokens

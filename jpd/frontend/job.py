@@ -14,6 +14,7 @@ from jpd.errors import RequestError
 from jpd.frontend.guided_fields import GUIDED_NAMES, read_grammar
 from jpd.frontend.prompts import EncodedPrompt, Prompt, ServedModel, check_text, check_token_ids
 from jpd.frontend.sequence_text import TextRules
+from jpd.frontend.tool_calls import ToolUse
 from jpd.request import MAX_LOGIT_BIASES, SamplingParams
 
 SAMPLING_NAMES = (
@@ -49,6 +50,7 @@ class GenerateJob:
     slo: str | None = None
     timeout_seconds: float | None = None  # from arrival; None: the server's own limit
     disaggregate: bool | None = None
+    tools: ToolUse | None = None  # calls of functions are taken out of the text
     arrival_time: float = field(default_factory=time.monotonic)
 
 

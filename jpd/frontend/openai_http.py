@@ -27,7 +27,8 @@ from jpd.frontend.answers import (
 )
 from jpd.frontend.errors import describe
 from jpd.frontend.job import GenerateJob, PreparedJob, read_sampling
-from jpd.frontend.prompts import Prompt, read_messages, read_prompts
+from jpd.frontend.messages import read_messages
+from jpd.frontend.prompts import Prompt, read_prompts
 from jpd.frontend.refusals import check_extra_fields, check_stream_options
 from jpd.frontend.responses import EventStream, json_response
 from jpd.frontend.schemas import (
@@ -38,6 +39,7 @@ from jpd.frontend.schemas import (
 )
 from jpd.frontend.service import TextDelta, TextService
 from jpd.frontend.token_texts import TokenTexts
+from jpd.frontend.tool_fields import ToolRequest, read_tool_request, with_grammar
 from jpd.request import SamplingParams
 
 logger = logging.getLogger("jpd.http")
@@ -96,12 +98,15 @@ class OpenAiRoutes:
         with self._service.counting_refusals(), _blaming_the_field_given(body):
             self._check_body(body, "/v1/chat/completions")
             fields = body.sampling_fields()
+            model = self._service.model
+            tools = read_tool_request(body.tools, body.tool_choice, body.parallel_tool_calls, model)
             prompt = await self._service.chat_prompt(
                 read_messages(body.messages),
-                add_generation_prompt=body.add_generation_prompt is not False,
+                body.add_generation_prompt is not False,
+                () if tools is None else tools.tools,
             )
-            sampling = read_sampling(fields, self._service.model.default_sampling)
-            job = _job(body, sampling, (prompt,), x_session_id, arrival_time)
+            sampling = with_grammar(read_sampling(fields, model.default_sampling), tools)
+            job = _job(body, sampling, (prompt,), x_session_id, arrival_time, tools)
             prepared = await self._service.prepare(job)
         return await self._answer(request, body, "chat", prepared)
 
@@ -164,6 +169,7 @@ def _job(
     prompts: tuple[Prompt, ...],
     session_header: str | None,
     arrival_time: float,
+    tools: ToolRequest | None = None,
 ) -> GenerateJob:
     session_id = body.session_id if body.session_id is not None else session_header
     if session_header is not None and session_id != session_header:
@@ -176,7 +182,8 @@ def _job(
         n=1 if body.n is None else body.n,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
+        # Calls are found by marks that are special tokens of some models.
+        skip_special_tokens=body.skip_special_tokens is not False and tools is None,
         add_special_tokens=is_completion if add_special_tokens is None else add_special_tokens,
         session_id=session_id,
         cache_salt=body.cache_salt,
@@ -185,6 +192,7 @@ def _job(
         priority=body.priority or 0,
         slo=body.slo,
         arrival_time=arrival_time,
+        tools=None if tools is None else tools.use,
     )
 
 

@@ -11,11 +11,12 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from jpd.errors import RequestError
-from jpd.frontend.prompts import read_messages
+from jpd.frontend.messages import read_messages
 from jpd.frontend.refusals import check_extra_fields
 from jpd.frontend.responses import json_response
 from jpd.frontend.schemas import ERROR_RESPONSES, DetokenizeBody, TokenizeBody
 from jpd.frontend.service import TextService
+from jpd.frontend.tool_fields import read_tools
 from jpd.frontend.workforce import Workforce
 from jpd.metrics import CONTENT_TYPE
 from jpd.router.health import WorkerHealth
@@ -90,7 +91,7 @@ class OperationRoutes:
         else:
             messages = read_messages(body.messages)
             text = await self._service.chat_prompt(
-                messages, add_generation_prompt=body.add_generation_prompt is not False
+                messages, body.add_generation_prompt is not False, read_tools(body.tools)
             )
             add_special_tokens = bool(body.add_special_tokens)
         tokens = await self._service.tokenize(text, add_special_tokens)

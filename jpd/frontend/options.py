@@ -73,7 +73,7 @@ def read_options(
     rest = {name: value for name, value in options.items() if name not in SAMPLING_NAMES}
     known = {field.name for field in dataclasses.fields(GenerateJob)}
     for name in rest:
-        if name not in known - {"prompts", "sampling", "arrival_time"}:
+        if name not in known - {"prompts", "sampling", "arrival_time", "tools"}:
             raise TypeError(f"{name!r} is not an argument of generate or stream")
     return GenerateJob(
         prompts=read_prompts(prompts, max_prompts=None),

@@ -8,16 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jpd.errors import ModelNotFoundError, RequestError
+from jpd.frontend.tool_formats import ToolFormat
 from jpd.tokenizer import Tokenizer
 
 MAX_PROMPTS = 512
 """Prompts in one HTTP request."""
 
 Prompt = str | tuple[int, ...]
-ChatMessage = Mapping[str, str]
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_MESSAGE_KEYS = {"role", "content", "name", "refusal", "audio", "tool_calls", "function_call"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +28,7 @@ class ServedModel:
     short_context: int | None = None  # longrope: longer sequences have KV of another kind
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)  # of its authors
+    tool_format: ToolFormat | None = None  # None: how it writes calls is not known
 
     def check_name(self, name: str | None) -> None:
         """Raises ModelNotFoundError unless `name` is this model or absent."""
@@ -149,46 +147,3 @@ def _encode_one(
         rule = f"must leave room for output: the context holds {model.max_model_len} tokens"
         raise RequestError(field, f"{num_tokens} tokens", rule)
     return encoded
-
-
-def read_messages(value: object) -> tuple[ChatMessage, ...]:
-    """Chat messages with plain text content, as a template wants them. Raises RequestError.
-
-    Text parts are joined without anything between them; `developer` is read as `system`.
-    """
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        raise RequestError("messages", value, "must be a non-empty list of messages")
-    return tuple(_message(f"messages[{index}]", item) for index, item in enumerate(value))
-
-
-def _message(field: str, value: object) -> ChatMessage:
-    if not isinstance(value, Mapping):
-        raise RequestError(field, value, "must be an object with role and content")
-    for key, item in value.items():
-        if key not in _MESSAGE_KEYS:
-            raise RequestError(f"{field}.{key}", item, "is not a field of a chat message")
-        if key not in ("role", "content", "name") and item:
-            raise RequestError(f"{field}.{key}", item, "is not supported")
-    role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RequestError(f"{field}.role", role, f"must be one of {', '.join(_ROLES)}")
-    message = {"role": _ROLES[role], "content": _content(f"{field}.content", value.get("content"))}
-    if value.get("name") is not None:
-        message["name"] = check_text(f"{field}.name", value["name"])
-    return message
-
-
-def _content(field: str, value: object) -> str:
-    if isinstance(value, str):
-        return check_text(field, value)
-    if not isinstance(value, Sequence) or isinstance(value, bytes) or not value:
-        raise RequestError(field, value, "must be a text or a list of text parts")
-    return "".join(_part(f"{field}[{index}]", part) for index, part in enumerate(value))
-
-
-def _part(field: str, value: object) -> str:
-    if not isinstance(value, Mapping):
-        raise RequestError(field, value, 'must be an object like {"type": "text", "text": ...}')
-    if value.get("type") != "text":
-        raise RequestError(f"{field}.type", value.get("type"), 'only "text" parts are supported')
-    return check_text(f"{field}.text", value.get("text"))

@@ -20,7 +20,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     "guided_grammar": _EMPTY,
-    "tools": _EMPTY,
+    "tools": _EMPTY,  # of completions; chat has these two
     "tool_choice": (None, "none", "auto"),
     "functions": _EMPTY,
     "function_call": (None, "none", "auto"),

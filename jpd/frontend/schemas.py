@@ -25,6 +25,36 @@ PromptField = Annotated[
         }
     ),
 ]
+_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            },
+        },
+        {"type": "null", "description": "of an assistant that called tools"},
+    ]
+}
+_CALL = {
+    "type": "object",
+    "required": ["id", "type", "function"],
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": "string", "description": "JSON"},
+            },
+        },
+    },
+}
 MessagesField = Annotated[
     Any,
     WithJsonSchema(
@@ -32,28 +62,62 @@ MessagesField = Annotated[
             "type": "array",
             "items": {
                 "type": "object",
-                "required": ["role", "content"],
+                "required": ["role"],
                 "properties": {
-                    "role": {"enum": ["system", "developer", "user", "assistant"]},
-                    "content": {
-                        "anyOf": [
-                            {"type": "string"},
-                            {
-                                "type": "array",
-                                "items": {
-                                    "type": "object",
-                                    "required": ["type", "text"],
-                                    "properties": {
-                                        "type": {"const": "text"},
-                                        "text": {"type": "string"},
-                                    },
-                                },
-                            },
-                        ]
-                    },
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": _CONTENT,
                     "name": {"type": "string"},
+                    "tool_calls": {"type": "array", "items": _CALL},
+                    "tool_call_id": {"type": "string", "description": "of a tool's answer"},
                 },
             },
+        }
+    ),
+]
+ToolsField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {
+                            "name": {"type": "string"},
+                            "description": {"type": "string"},
+                            "parameters": {"type": "object", "description": "A JSON schema."},
+                        },
+                    },
+                },
+            },
+        }
+    ),
+]
+ToolChoiceField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                {
+                    "type": "object",
+                    "required": ["type", "function"],
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "required": ["name"],
+                            "properties": {"name": {"type": "string"}},
+                        },
+                    },
+                },
+            ],
+            "description": "auto unless given; required and a function by name hold by a grammar",
         }
     ),
 ]
@@ -210,6 +274,9 @@ class ChatBody(GenerationBody):
     max_tokens: int | None = Field(None, description="as many as the context holds unless given")
     max_completion_tokens: int | None = Field(None, description="another name of max_tokens")
     add_generation_prompt: bool | None = None
+    tools: ToolsField = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="with logprobs: 0 to 20 alternatives")
 
@@ -233,6 +300,7 @@ class TokenizeBody(_Body):
     model: str | None = None
     prompt: str | None = None
     messages: MessagesField = None
+    tools: ToolsField = None
     add_special_tokens: bool | None = Field(None, description="true for prompt unless given")
     add_generation_prompt: bool | None = None
 

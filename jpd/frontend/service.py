@@ -17,14 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from jpd.errors import RequestError, WorkerError
 from jpd.frontend.job import GenerateJob, PreparedJob, check_fits, check_job, sampling_of_choice
 from jpd.frontend.merge import merge
-from jpd.frontend.prompts import ChatMessage, ServedModel, check_text, check_token_ids, encode
-from jpd.frontend.sequence_text import SequenceText, TextRules
+from jpd.frontend.messages import ChatMessage
+from jpd.frontend.prompts import ServedModel, check_text, check_token_ids, encode
+from jpd.frontend.sequence_text import SequenceText, ShownText, TextRules
 from jpd.frontend.stop import StopPatterns
+from jpd.frontend.tool_calls import CallReader, Found, ToolCallDelta, join_calls, open_reader
+from jpd.frontend.tool_fields import Tool
 from jpd.grammar import Grammar
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.request import (
@@ -44,6 +47,9 @@ NUM_ITEMS_AHEAD = 2
 KV is complete where it is decoded, and they share those pages instead of computing them."""
 
 Result = TypeVar("Result")
+
+EndReason: TypeAlias = FinishReason | Literal["tool_calls"]
+"""Why a choice ended, as clients are told: a stop with calls in it has its own name."""
 
 
 class OutputStream(Protocol):
@@ -73,10 +79,11 @@ class TextDelta:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
     timeline: Timeline | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, if they were asked for
     prompt_logprobs: PromptLogprobs = ()  # on the first delta, if they were asked for
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +92,12 @@ class Generation:
 
     text: str
     token_ids: tuple[int, ...]  # all that were made, with the one that ended it
-    finish_reason: FinishReason
+    finish_reason: EndReason
     num_prompt_tokens: int
     timeline: Timeline | None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, if they were asked for
     prompt_logprobs: PromptLogprobs = ()  # one for each prompt token; None for the first
+    tool_calls: tuple[ToolCallDelta, ...] = ()  # whole ones
 
 
 class TextService:
@@ -176,6 +184,7 @@ class TextService:
         texts: list[list[str]] = [[] for _ in range(prepared.num_choices)]
         token_ids: list[list[int]] = [[] for _ in range(prepared.num_choices)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(prepared.num_choices)]
+        calls: list[list[ToolCallDelta]] = [[] for _ in range(prepared.num_choices)]
         of_prompts: dict[int, PromptLogprobs] = {}
         ends: dict[int, TextDelta] = {}
         async with aclosing(self.stream(prepared)) as deltas:
@@ -183,6 +192,7 @@ class TextService:
                 texts[delta.index].append(delta.text)
                 token_ids[delta.index].extend(delta.token_ids)
                 logprobs[delta.index].extend(delta.logprobs)
+                calls[delta.index].extend(delta.tool_calls)
                 of_prompts.setdefault(delta.index, delta.prompt_logprobs)
                 if delta.finish_reason is not None:
                     ends[delta.index] = delta
@@ -195,12 +205,16 @@ class TextService:
                 timeline=ends[index].timeline,
                 logprobs=tuple(logprobs[index]),
                 prompt_logprobs=of_prompts[index],
+                tool_calls=join_calls(calls[index]),
             )
             for index in range(prepared.num_choices)
         ]
 
     async def chat_prompt(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Tool] = (),
     ) -> str:
         """The messages through the model's chat template. Raises RequestError when it has none."""
         tokenizer = self.model.need_tokenizer("messages", "...")
@@ -210,9 +224,13 @@ class TextService:
                 "use completions, or start the server with --chat-template FILE"
             )
             raise RequestError("messages", "...", rule)
+        if tools and "tools" not in (tokenizer.tool_template or ""):
+            rule = f"the chat template of {self.model.name!r} has no place for them"
+            raise RequestError("tools", f"{len(tools)} functions", rule)
         render = partial(
             tokenizer.apply_chat_template,
             [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=add_generation_prompt,
         )
         return await self._in_thread(render)
@@ -242,6 +260,7 @@ class TextService:
         """
         prompt = index // prepared.job.n
         shown = SequenceText(self.model.tokenizer, prepared.rules)
+        reader = None if prepared.job.tools is None else open_reader(prepared.job.tools)
         prefix = self._echo(prepared, index)
         request = self._request(prepared, index)
         is_finished = has_begun = False
@@ -254,14 +273,16 @@ class TextService:
                 is_finished = new.finish_reason is not None
                 if is_finished and output.finish_reason is None:  # a stop string
                     timeline = await outputs.finish()
+                found, reason = _find_calls(reader, new)
                 yield TextDelta(
                     index=index,
-                    text=prefix + new.text,
+                    text=prefix + found.text,
                     token_ids=new.token_ids,
-                    finish_reason=new.finish_reason,
+                    finish_reason=reason,
                     timeline=timeline,
                     logprobs=output.logprobs[: len(new.token_ids)],
                     prompt_logprobs=() if has_begun else of_prompts.get(prompt, ()),
+                    tool_calls=tuple(found.calls),
                 )
                 prefix, has_begun = "", True
         if not is_finished:
@@ -296,3 +317,16 @@ class TextService:
             decode_worker=job.decode_worker,
             disaggregate=job.disaggregate,
         )
+
+
+def _find_calls(reader: CallReader | None, new: ShownText) -> tuple[Found, EndReason | None]:
+    """What of new text is to be shown and what is a call; with its end, the true reason."""
+    if reader is None:
+        return Found(new.text), new.finish_reason
+    found = reader.push(new.text)
+    if new.finish_reason is None:
+        return found, None
+    rest = reader.finish()
+    found = Found(found.text + rest.text, [*found.calls, *rest.calls])
+    has_called = reader.num_calls > 0 and new.finish_reason == "stop"
+    return found, "tool_calls" if has_called else new.finish_reason

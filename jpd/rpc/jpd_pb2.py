@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11jpd/rpc/jpd.proto\x12\x06jpd.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\x0c\x43hatMessages\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.jpd.v1.ChatMessage\"\xef\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x10.jpd.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.jpd.v1.ChatMessagesH\x00\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.jpd.v1.SamplingParams\x12\t\n\x01n\x18\x06 \x01(\r\x12\x12\n\nsession_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0b\n\x03slo\x18\t \x01(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12\x17\n\x0finclude_details\x18\x0b \x01(\x08\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x16\n\x0eprefill_worker\x18\r \x01(\t\x12\x15\n\rdecode_worker\x18\x0e \x01(\tB\x08\n\x06prompt\"\xab\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x03H\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x03H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x03\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x39\n\nlogit_bias\x18\x0e \x03(\x0b\x32%.jpd.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\x03H\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\x03H\x0c\x88\x01\x01\x12\x15\n\x0bjson_object\x18\x1e \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x1f \x01(\tH\x00\x12\x0f\n\x05regex\x18  \x01(\tH\x00\x12!\n\x06\x63hoice\x18! \x01(\x0b\x32\x0f.jpd.v1.ChoicesH\x00\x12\x1e\n\x16num_speculative_tokens\x18\" \x01(\x03\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06guidedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x8a\x02\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12+\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x14.jpd.v1.FinishReason\x12\"\n\x08timeline\x18\x05 \x01(\x0b\x32\x10.jpd.v1.Timeline\x12\x1c\n\x05usage\x18\x06 \x01(\x0b\x32\r.jpd.v1.Usage\x12\'\n\x08logprobs\x18\x07 \x03(\x0b\x32\x15.jpd.v1.TokenLogprobs\x12.\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x15.jpd.v1.TokenLogprobs\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\x03\x12\x15\n\rtop_token_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x04\"\xdd\x03\n\x08Timeline\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cttft_seconds\x18\x05 \x01(\x01\x12\x14\n\x0ctpot_seconds\x18\x06 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bnum_retries\x18\t \x01(\x04\x12\x1b\n\x13num_replayed_tokens\x18\n \x01(\x04\x12\x16\n\x0eprefill_worker\x18\x0b \x01(\t\x12\x15\n\rdecode_worker\x18\x0c \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x10 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x11 \x01(\x04\x12\x0c\n\x04path\x18\r \x03(\t\x12-\n\x07\x63ost_ms\x18\x0e \x03(\x0b\x32\x1c.jpd.v1.Timeline.CostMsEntry\x12\x12\n\nsession_kv\x18\x0f \x01(\t\x1a-\n\x0b\x43ostMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x89\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.jpd.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\x8d\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x04\x12\x12\n\nvocab_size\x18\x03 \x01(\x04\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x8a\x02\n\x03Jpd\x12?\n\x08Generate\x12\x17.jpd.v1.GenerateRequest\x1a\x18.jpd.v1.GenerateResponse0\x01\x12=\n\x08Tokenize\x12\x17.jpd.v1.TokenizeRequest\x1a\x18.jpd.v1.TokenizeResponse\x12\x43\n\nDetokenize\x12\x19.jpd.v1.DetokenizeRequest\x1a\x1a.jpd.v1.DetokenizeResponse\x12>\n\x0cGetModelInfo\x12\x1b.jpd.v1.GetModelInfoRequest\x1a\x11.jpd.v1.ModelInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11jpd/rpc/jpd.proto\x12\x06jpd.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"h\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12$\n\ntool_calls\x18\x03 \x03(\x0b\x32\x10.jpd.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xb8\x01\n\x0c\x43hatMessages\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.jpd.v1.ChatMessage\x12\x1b\n\x05tools\x18\x02 \x03(\x0b\x32\x0c.jpd.v1.Tool\x12\x11\n\x07no_tool\x18\x03 \x01(\x08H\x00\x12\x12\n\x08\x61ny_tool\x18\x04 \x01(\x08H\x00\x12\x14\n\nnamed_tool\x18\x05 \x01(\tH\x00\x12\x18\n\x10single_tool_call\x18\x06 \x01(\x08\x42\r\n\x0btool_choice\"\xef\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x10.jpd.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.jpd.v1.ChatMessagesH\x00\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.jpd.v1.SamplingParams\x12\t\n\x01n\x18\x06 \x01(\r\x12\x12\n\nsession_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0b\n\x03slo\x18\t \x01(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12\x17\n\x0finclude_details\x18\x0b \x01(\x08\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x16\n\x0eprefill_worker\x18\r \x01(\t\x12\x15\n\rdecode_worker\x18\x0e \x01(\tB\x08\n\x06prompt\"\xab\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x03H\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x03H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x03\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x39\n\nlogit_bias\x18\x0e \x03(\x0b\x32%.jpd.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\x03H\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\x03H\x0c\x88\x01\x01\x12\x15\n\x0bjson_object\x18\x1e \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x1f \x01(\tH\x00\x12\x0f\n\x05regex\x18  \x01(\tH\x00\x12!\n\x06\x63hoice\x18! \x01(\x0b\x32\x0f.jpd.v1.ChoicesH\x00\x12\x1e\n\x16num_speculative_tokens\x18\" \x01(\x03\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06guidedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xb5\x02\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12+\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x14.jpd.v1.FinishReason\x12\"\n\x08timeline\x18\x05 \x01(\x0b\x32\x10.jpd.v1.Timeline\x12\x1c\n\x05usage\x18\x06 \x01(\x0b\x32\r.jpd.v1.Usage\x12\'\n\x08logprobs\x18\x07 \x03(\x0b\x32\x15.jpd.v1.TokenLogprobs\x12.\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x15.jpd.v1.TokenLogprobs\x12)\n\ntool_calls\x18\t \x03(\x0b\x32\x15.jpd.v1.ToolCallDelta\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\x03\x12\x15\n\rtop_token_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x04\"\xdd\x03\n\x08Timeline\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cttft_seconds\x18\x05 \x01(\x01\x12\x14\n\x0ctpot_seconds\x18\x06 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bnum_retries\x18\t \x01(\x04\x12\x1b\n\x13num_replayed_tokens\x18\n \x01(\x04\x12\x16\n\x0eprefill_worker\x18\x0b \x01(\t\x12\x15\n\rdecode_worker\x18\x0c \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x10 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x11 \x01(\x04\x12\x0c\n\x04path\x18\r \x03(\t\x12-\n\x07\x63ost_ms\x18\x0e \x03(\x0b\x32\x1c.jpd.v1.Timeline.CostMsEntry\x12\x12\n\nsession_kv\x18\x0f \x01(\t\x1a-\n\x0b\x43ostMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x89\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.jpd.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\x8d\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x04\x12\x12\n\nvocab_size\x18\x03 \x01(\x04\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x32\x8a\x02\n\x03Jpd\x12?\n\x08Generate\x12\x17.jpd.v1.GenerateRequest\x1a\x18.jpd.v1.GenerateResponse0\x01\x12=\n\x08Tokenize\x12\x17.jpd.v1.TokenizeRequest\x1a\x18.jpd.v1.TokenizeResponse\x12\x43\n\nDetokenize\x12\x19.jpd.v1.DetokenizeRequest\x1a\x1a.jpd.v1.DetokenizeResponse\x12>\n\x0cGetModelInfo\x12\x1b.jpd.v1.GetModelInfoRequest\x1a\x11.jpd.v1.ModelInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,44 +35,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_TIMELINE_COSTMSENTRY']._loaded_options = None
   _globals['_TIMELINE_COSTMSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2719
-  _globals['_FINISHREASON']._serialized_end=2814
+  _globals['_FINISHREASON']._serialized_start=3151
+  _globals['_FINISHREASON']._serialized_end=3276
   _globals['_TOKENIDS']._serialized_start=29
   _globals['_TOKENIDS']._serialized_end=52
   _globals['_CHATMESSAGE']._serialized_start=54
-  _globals['_CHATMESSAGE']._serialized_end=98
-  _globals['_CHATMESSAGES']._serialized_start=100
-  _globals['_CHATMESSAGES']._serialized_end=153
-  _globals['_GENERATEREQUEST']._serialized_start=156
-  _globals['_GENERATEREQUEST']._serialized_end=523
-  _globals['_SAMPLINGPARAMS']._serialized_start=526
-  _globals['_SAMPLINGPARAMS']._serialized_end=1337
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1095
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1143
-  _globals['_CHOICES']._serialized_start=1339
-  _globals['_CHOICES']._serialized_end=1363
-  _globals['_GENERATERESPONSE']._serialized_start=1366
-  _globals['_GENERATERESPONSE']._serialized_end=1632
-  _globals['_TOKENLOGPROBS']._serialized_start=1634
-  _globals['_TOKENLOGPROBS']._serialized_end=1725
-  _globals['_USAGE']._serialized_start=1727
-  _globals['_USAGE']._serialized_end=1815
-  _globals['_TIMELINE']._serialized_start=1818
-  _globals['_TIMELINE']._serialized_end=2295
-  _globals['_TIMELINE_COSTMSENTRY']._serialized_start=2250
-  _globals['_TIMELINE_COSTMSENTRY']._serialized_end=2295
-  _globals['_TOKENIZEREQUEST']._serialized_start=2298
-  _globals['_TOKENIZEREQUEST']._serialized_end=2435
-  _globals['_TOKENIZERESPONSE']._serialized_start=2437
-  _globals['_TOKENIZERESPONSE']._serialized_end=2474
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2476
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2514
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2516
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2550
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2552
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2573
-  _globals['_MODELINFO']._serialized_start=2576
-  _globals['_MODELINFO']._serialized_end=2717
-  _globals['_JPD']._serialized_start=2817
-  _globals['_JPD']._serialized_end=3083
+  _globals['_CHATMESSAGE']._serialized_end=158
+  _globals['_TOOL']._serialized_start=160
+  _globals['_TOOL']._serialized_end=221
+  _globals['_TOOLCALL']._serialized_start=223
+  _globals['_TOOLCALL']._serialized_end=278
+  _globals['_CHATMESSAGES']._serialized_start=281
+  _globals['_CHATMESSAGES']._serialized_end=465
+  _globals['_GENERATEREQUEST']._serialized_start=468
+  _globals['_GENERATEREQUEST']._serialized_end=835
+  _globals['_SAMPLINGPARAMS']._serialized_start=838
+  _globals['_SAMPLINGPARAMS']._serialized_end=1649
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1407
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1455
+  _globals['_CHOICES']._serialized_start=1651
+  _globals['_CHOICES']._serialized_end=1675
+  _globals['_GENERATERESPONSE']._serialized_start=1678
+  _globals['_GENERATERESPONSE']._serialized_end=1987
+  _globals['_TOOLCALLDELTA']._serialized_start=1989
+  _globals['_TOOLCALLDELTA']._serialized_end=2064
+  _globals['_TOKENLOGPROBS']._serialized_start=2066
+  _globals['_TOKENLOGPROBS']._serialized_end=2157
+  _globals['_USAGE']._serialized_start=2159
+  _globals['_USAGE']._serialized_end=2247
+  _globals['_TIMELINE']._serialized_start=2250
+  _globals['_TIMELINE']._serialized_end=2727
+  _globals['_TIMELINE_COSTMSENTRY']._serialized_start=2682
+  _globals['_TIMELINE_COSTMSENTRY']._serialized_end=2727
+  _globals['_TOKENIZEREQUEST']._serialized_start=2730
+  _globals['_TOKENIZEREQUEST']._serialized_end=2867
+  _globals['_TOKENIZERESPONSE']._serialized_start=2869
+  _globals['_TOKENIZERESPONSE']._serialized_end=2906
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2908
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2946
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2948
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2982
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2984
+  _globals['_GETMODELINFOREQUEST']._serialized_end=3005
+  _globals['_MODELINFO']._serialized_start=3008
+  _globals['_MODELINFO']._serialized_end=3149
+  _globals['_JPD']._serialized_start=3279
+  _globals['_JPD']._serialized_end=3545
 # @@protoc_insertion_point(module_scope)

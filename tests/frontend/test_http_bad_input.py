@@ -272,8 +272,7 @@ def test_unknown_route_and_method(doors: Doors) -> None:
     [
         ("best_of", 2),
         ("suffix", "x"),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
         ("guided_grammar", "start: x"),
         ("use_beam_search", True),
         ("truncate_prompt_tokens", 0),
@@ -325,7 +324,7 @@ def chat(text: object, role: object = "user") -> dict[str, object]:
         (["hi"], "messages[0]"),
         ([{"content": "a"}], "messages[0].role"),
         ([{"role": "wizard", "content": "a"}], "messages[0].role"),
-        ([{"role": "tool", "content": "a"}], "messages[0].role"),
+        ([{"role": "tool", "content": "a"}], "messages[0].tool_call_id"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "assistant", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
@@ -335,7 +334,7 @@ def chat(text: object, role: object = "user") -> dict[str, object]:
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
-            "messages[0].tool_calls",
+            "messages[0].tool_calls[0]",
         ),
     ],
 )

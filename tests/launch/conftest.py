@@ -9,17 +9,17 @@ import pytest
 from jpd.api import Server, launch
 from jpd.mesh_file import resolve_dtypes
 from tests.launch.tiny_fleets import deployment, fleet_of, worker
-from tests.support.tiny_tokenizer import copy_with_tokenizer
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE, copy_with_tokenizer
 
 MAX_DRAFTS = 3
+TEMPLATE = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="session")
 def server(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Prefill and decode apart, and both on the decode worker; nothing may compile meanwhile."""
-    model = copy_with_tokenizer(
-        repo / "tests" / "golden" / "llama3", tmp_path_factory.mktemp("model")
-    )
+    golden, folder = repo / "tests" / "golden" / "llama3", tmp_path_factory.mktemp("model")
+    model = copy_with_tokenizer(golden, folder, chat_template=TEMPLATE)
     workers = worker("prefill-0", "prefill", [0]), worker("decode-0", "decode", [1])
     config = deployment(*workers, retain_seconds=60.0)
     config = replace(config, engine=replace(config.engine, max_speculative_tokens=MAX_DRAFTS))

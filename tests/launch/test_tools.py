@@ -1,0 +1,45 @@
+"""Calls that must be made are made, by a model that knows nothing of them."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import openai
+import pytest
+
+from jpd.api import Server
+from tests.support.tiny_tokenizer import tiny_vocabulary
+
+VOCABULARY = tiny_vocabulary()
+SETTINGS = {
+    "max_tokens": 70,
+    "temperature": 0,
+    "logit_bias": {str(VOCABULARY[blank]): -100 for blank in "ĠĊĉ"},  # JSON may be full of them
+}
+
+pytestmark = pytest.mark.slow  # a fleet of its own is compiled
+
+
+def test_the_example(repo: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("tools", repo / "examples" / "tools.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    url = f"http://127.0.0.1:{server.serve(grpc_port=None).http_port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        module.ask(client, server.model_name, "Warm?", **SETTINGS)
+        shown = capsys.readouterr().out
+        assert shown.startswith('temperature({"city": "') and ") = " in shown
+        stream = client.chat.completions.create(
+            model=server.model_name,
+            messages=[{"role": "user", "content": "Warm?"}],
+            tools=module.TOOLS,
+            tool_choice={"type": "function", "function": {"name": "temperature"}},
+            stream=True,
+            **SETTINGS,
+        )
+        choices = [chunk.choices[0] for chunk in stream]
+    calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+    arguments = "".join(call.function.arguments or "" for call in calls if call.function)
+    assert json.loads(arguments)["city"] in ("Rome", "Oslo") and len(calls) > 1
+    assert choices[-1].finish_reason == "tool_calls"
