@@ -26,6 +26,7 @@ from jpd.checkpoint.progress import ProgressCallback
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.backend import Backend
+from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.job import GenerateJob
 from jpd.frontend.loop_thread import LoopThread
 from jpd.frontend.options import GenerateOptions, PromptLike, read_options
@@ -216,12 +217,20 @@ class Server:
         http_port: int | None = 0,
         grpc_port: int | None = 0,
         host: str = LOOPBACK,
+        *,
+        api_key: str | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
     ) -> Endpoints:
         """Open the HTTP and gRPC doors; port 0 is a free one, None leaves that door shut.
 
-        Returns where they are. Raises OSError when a port cannot be had.
+        With `api_key` callers must send it as a Bearer token; `tls_cert` and `tls_key` are PEM
+        files. Returns where the doors are. Raises ConfigError, and OSError when a port cannot be
+        had.
         """
-        return self._bridge().run(self._core().serve(host, http_port, grpc_port))
+        files = [None if name is None else Path(name) for name in (tls_cert, tls_key)]
+        security = DoorSecurity(api_key, *files)
+        return self._bridge().run(self._core().serve(host, http_port, grpc_port, security))
 
     def wait_for_signal(self, when_armed: Callable[[], None] | None = None) -> signal.Signals:
         """Block until SIGINT or SIGTERM comes, and return it. On the main thread only.

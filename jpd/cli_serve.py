@@ -8,19 +8,23 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from jpd.api import LOOPBACK, launch
 from jpd.cli_pair import add_pair_arguments, load_pair
 from jpd.cli_progress import ProgressLine
 from jpd.errors import ConfigError, Problem
+from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.server import Endpoints
 from jpd.frontend.tool_formats import FORMATS
 
 HELP = "serve over HTTP (OpenAI's API) and gRPC until SIGINT or SIGTERM"
+API_KEY_VARIABLE = "JPD_API_KEY"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -47,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let hosts talk over a network without certificates ([security])",
     )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get(API_KEY_VARIABLE) or None,
+        metavar="K",
+        help=f"that callers must send as a Bearer token; better in ${API_KEY_VARIABLE}",
+    )
+    parser.add_argument("--tls-cert", metavar="FILE", help="PEM; the doors speak TLS only")
+    parser.add_argument("--tls-key", metavar="FILE", help="of the certificate, PEM")
     parser.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
     parser.add_argument(
         "--tool-call-parser",
@@ -93,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
     logging.getLogger("jpd").setLevel(logging.INFO)
     started = time.monotonic()
     _check_ports(options.host, (options.http_port, options.grpc_port))
+    files = [None if name is None else Path(name) for name in (options.tls_cert, options.tls_key)]
+    DoorSecurity(options.api_key, *files)  # learn what is wrong before the weights are loaded
     model, deployment = load_pair(options, chat_template=options.chat_template)
     if options.insecure:
         security = dataclasses.replace(deployment.security, insecure=True)
@@ -101,7 +115,14 @@ def run(options: argparse.Namespace) -> int:
     parser = options.tool_call_parser
     with launch(model, deployment, tool_call_parser=parser, progress=ProgressLine()) as server:
         try:
-            doors = server.serve(options.http_port, options.grpc_port, options.host)
+            doors = server.serve(
+                options.http_port,
+                options.grpc_port,
+                options.host,
+                api_key=options.api_key,
+                tls_cert=options.tls_cert,
+                tls_key=options.tls_key,
+            )
         except OSError as error:
             ports = [options.http_port, options.grpc_port]
             raise ConfigError([Problem("jpd serve", "ports", ports, str(error))]) from error
@@ -115,5 +136,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _ready_line(doors: Endpoints, model_name: str, mesh_file: str) -> str:
     host = f"[{doors.host}]" if ":" in doors.host else doors.host
-    http, grpc = f"http://{host}:{doors.http_port}", f"{host}:{doors.grpc_port}"
+    scheme = "https" if doors.has_tls else "http"
+    http, grpc = f"{scheme}://{host}:{doors.http_port}", f"{host}:{doors.grpc_port}"
     return f"jpd ready: {http} grpc {grpc} model {model_name} mesh {mesh_file}"

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from jpd.config import DeploymentConfig
+from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.job import GenerateJob
 from jpd.frontend.operations import HealthReport, ServerFacts
 from jpd.frontend.prompts import ServedModel
@@ -97,10 +98,12 @@ class Backend:
             async for delta in deltas:
                 yield delta
 
-    async def serve(self, host: str, http_port: int | None, grpc_port: int | None) -> Endpoints:
+    async def serve(
+        self, host: str, http_port: int | None, grpc_port: int | None, security: DoorSecurity
+    ) -> Endpoints:
         """Open doors; may be called again for other ports. Raises OSError."""
         facts = ServerFacts(self._report, self._metrics.render, self._workforce, self._admin_token)
-        doors = FrontendServer(self._service, facts)
+        doors = FrontendServer(self._service, facts, security=security)
         endpoints = await doors.start(host, http_port, grpc_port)
         self._doors.append(doors)
         return endpoints

@@ -1,9 +1,10 @@
 """The outermost layer of the HTTP app: what must hold for every request whatever its route does.
 
 1. A request id of our own, sent back in X-Request-Id; the client's id only goes into the log line.
-2. Bodies above the limit are refused before they are read whole.
-3. A client that goes away cancels the task of its request at once, streaming or not.
-4. An exception no one expected becomes a 500 without its text, or the end of a begun stream.
+2. Who does not show the API key, where one is needed, is refused before the body is read.
+3. Bodies above the limit are refused before they are read whole.
+4. A client that goes away cancels the task of its request at once, streaming or not.
+5. An exception no one expected becomes a 500 without its text, or the end of a begun stream.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.errors import BodyTooLargeError, describe
 from jpd.frontend.responses import failure_response
 
@@ -28,8 +30,9 @@ _Message = MutableMapping[str, Any]
 class Border:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, security: DoorSecurity) -> None:
         self._app = app
+        self._security = security
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +42,7 @@ class Border:
         exchange = _Exchange(scope, receive, send, self._max_body_bytes)
         scope["jpd_request_id"] = exchange.request_id
         try:
+            exchange.check_key(self._security)
             exchange.check_length()
             await self._app(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
@@ -65,6 +69,11 @@ class _Exchange:
         self._task = asyncio.current_task()
         self._watcher: asyncio.Task[None] | None = None
         self._start = time.perf_counter()
+
+    def check_key(self, security: DoorSecurity) -> None:
+        """Raises UnauthorizedError."""
+        shown = dict(self._scope["headers"]).get(b"authorization", b"")
+        security.check_path(self._scope["path"], shown)
 
     def check_length(self) -> None:
         """Raises BodyTooLargeError when the body says that it is too long."""

@@ -18,6 +18,7 @@ from jpd.errors import (
     WorkerError,
     WorkerLostError,
 )
+from jpd.frontend.door_security import UnauthorizedError
 
 MAX_MESSAGE_CHARS = 500
 MAX_PARAM_CHARS = 100
@@ -68,6 +69,7 @@ _Row = tuple[type[Exception], int, str, str, str]
 _TABLE: tuple[_Row, ...] = (  # the first row whose class fits
     (ModelNotFoundError, 404, "NOT_FOUND", "invalid_request_error", "model_not_found"),
     (RequestError, 400, "INVALID_ARGUMENT", "invalid_request_error", "invalid_value"),
+    (UnauthorizedError, 401, "UNAUTHENTICATED", "invalid_request_error", "invalid_api_key"),
     (BodyTooLargeError, 413, "RESOURCE_EXHAUSTED", "invalid_request_error", "body_too_large"),
     (OverloadedError, 429, "RESOURCE_EXHAUSTED", "rate_limit_error", "overloaded"),
     (DeadlineError, 504, "DEADLINE_EXCEEDED", "timeout_error", "deadline_exceeded"),

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from jpd.errors import RequestError
 from jpd.frontend.answers import UsageCounter
+from jpd.frontend.door_security import NO_SECURITY, DoorSecurity, UnauthorizedError
 from jpd.frontend.errors import describe
 from jpd.frontend.grpc_messages import (
     delta_message,
@@ -32,6 +33,7 @@ from jpd.frontend.grpc_messages import (
 from jpd.frontend.operations import ServerFacts
 from jpd.frontend.service import TextService
 from jpd.rpc import jpd_pb2
+from jpd.rpc.security import AUTHORIZATION, with_port
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Of a message to the server; stated in jpd.proto. A larger one ends with RESOURCE_EXHAUSTED."""
@@ -139,13 +141,17 @@ class JpdServicer:
 class GrpcServer:
     """The server and its health task. `start` and `stop` once each, on the router's event loop."""
 
-    def __init__(self, service: TextService, facts: ServerFacts) -> None:
+    def __init__(
+        self, service: TextService, facts: ServerFacts, security: DoorSecurity = NO_SECURITY
+    ) -> None:
         self._facts = facts
+        self._security = security
         self._server = grpc.aio.server(
+            interceptors=[] if security.api_key is None else [_KeyGuard(security)],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),  # else a second server takes half of the calls silently
-            ]
+            ],
         )
         self._health = health.aio.HealthServicer()
         self._health_task: asyncio.Task[None] | None = None
@@ -157,13 +163,19 @@ class GrpcServer:
     async def start(self, host: str, port: int) -> int:
         """Serve; returns the port, which is a free one when 0 was asked for. Raises OSError."""
         try:
-            bound: int = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._add_port(with_port(host, port))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         await self._set_health()
         await self._server.start()
         self._health_task = asyncio.create_task(self._follow_health())
         return bound
+
+    def _add_port(self, address: str) -> int:
+        if not self._security.has_tls:
+            return int(self._server.add_insecure_port(address))
+        credentials = grpc.ssl_server_credentials([self._security.read_chain()])
+        return int(self._server.add_secure_port(address, credentials))
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no new calls, let the running ones end, cancel what still runs after the grace."""
@@ -184,6 +196,31 @@ class GrpcServer:
         status = response.SERVING if self._facts.health().serving else response.NOT_SERVING
         for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
+
+
+class _KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Refuses calls without the API key."""
+
+    def __init__(self, security: DoorSecurity) -> None:
+        self._security = security
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], call: Any
+    ) -> Any:
+        pairs = call.invocation_metadata
+        shown = next((value for key, value in pairs if key == AUTHORIZATION), "")
+        try:
+            self._security.check_method(
+                call.method, shown.encode() if isinstance(shown, str) else shown
+            )
+        except UnauthorizedError as error:
+            refusal = str(error)
+
+            async def refuse(request: object, context: Any) -> None:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+
+            return grpc.unary_unary_rpc_method_handler(refuse)
+        return await continuation(call)
 
 
 def _codec(

@@ -5,14 +5,16 @@ Knows FastAPI; the routes are elsewhere. Called by `server` and by the tests.
 
 from functools import partial
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from jpd.errors import JpdError, RequestError
 from jpd.frontend.admin import AdminRoutes
 from jpd.frontend.border import Border
+from jpd.frontend.door_security import NO_SECURITY, DoorSecurity
 from jpd.frontend.errors import RouteError, describe
 from jpd.frontend.openai_http import GENERATION_PATHS, OpenAiRoutes
 from jpd.frontend.operations import OperationRoutes, ServerFacts, jpd_version
@@ -23,7 +25,10 @@ DEFAULT_MAX_BODY_BYTES = 16 << 20
 
 
 def create_app(
-    service: TextService, facts: ServerFacts, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    service: TextService,
+    facts: ServerFacts,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    security: DoorSecurity = NO_SECURITY,
 ) -> FastAPI:
     """The whole HTTP app; it must run on the event loop of the service's router."""
     app = FastAPI(
@@ -31,11 +36,13 @@ def create_app(
         version=jpd_version(),
         description="OpenAI's completions and chat completions, and what an operator needs.",
     )
-    app.include_router(OpenAiRoutes(service).router)
-    app.include_router(OperationRoutes(service, facts).router)
+    # Documents the key; the border is who asks for it.
+    shown = [] if security.api_key is None else [Depends(HTTPBearer(auto_error=False))]
+    app.include_router(OpenAiRoutes(service).router, dependencies=shown)
+    app.include_router(OperationRoutes(service, facts).router, dependencies=shown)
     if facts.workforce is not None:
         app.include_router(AdminRoutes(facts.workforce, facts.admin_token).router)
-    app.add_middleware(Border, max_body_bytes=max_body_bytes)
+    app.add_middleware(Border, max_body_bytes=max_body_bytes, security=security)
     app.add_exception_handler(JpdError, _on_error)
     app.add_exception_handler(RequestValidationError, partial(_on_invalid, service))
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -27,6 +27,8 @@ def failure_response(failure: Failure, headers: Mapping[str, str] | None = None)
     merged = dict(headers or {})
     if failure.retry_after_seconds is not None:
         merged["retry-after"] = str(max(1, round(failure.retry_after_seconds)))
+    if failure.http_status == 401:
+        merged["www-authenticate"] = "Bearer"
     return json_response(failure.body(), failure.http_status, merged)
 
 

@@ -8,6 +8,7 @@ Installs no signal handlers and prints nothing: that is the command line's. Call
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -15,10 +16,14 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI
 
+from jpd.frontend.door_security import NO_SECURITY, DoorSecurity
 from jpd.frontend.grpc_server import GrpcServer
 from jpd.frontend.http_app import DEFAULT_MAX_BODY_BYTES, create_app
 from jpd.frontend.operations import ServerFacts
 from jpd.frontend.service import TextService
+from jpd.rpc.security import is_loopback
+
+logger = logging.getLogger("jpd.frontend")
 
 LISTEN_BACKLOG = 2048
 START_POLL_SECONDS = 0.01
@@ -31,6 +36,7 @@ class Endpoints:
     host: str
     http_port: int | None
     grpc_port: int | None
+    has_tls: bool = False
 
 
 class FrontendServer:
@@ -41,29 +47,34 @@ class FrontendServer:
         service: TextService,
         facts: ServerFacts,
         max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+        security: DoorSecurity = NO_SECURITY,
     ) -> None:
         self._service = service
         self._facts = facts
         self._max_body_bytes = max_body_bytes
+        self._security = security
         self._http: _HttpServer | None = None
         self._grpc: GrpcServer | None = None
 
     async def start(self, host: str, http_port: int | None, grpc_port: int | None) -> Endpoints:
         """Open the doors. Raises OSError when a port cannot be had; then none is open."""
+        warning = self._security.warning(is_loopback(host))
+        if warning is not None:
+            logger.warning("%s: %s", host, warning)
         bound_http: int | None = None
         bound_grpc: int | None = None
         try:
             if http_port is not None:
-                app = create_app(self._service, self._facts, self._max_body_bytes)
-                self._http = _HttpServer(app, _listen(host, http_port))
+                app = create_app(self._service, self._facts, self._max_body_bytes, self._security)
+                self._http = _HttpServer(app, _listen(host, http_port), self._security)
                 bound_http = await self._http.start()
             if grpc_port is not None:
-                self._grpc = GrpcServer(self._service, self._facts)
+                self._grpc = GrpcServer(self._service, self._facts, self._security)
                 bound_grpc = await self._grpc.start(host, grpc_port)
         except BaseException:
             await self.stop(0.0)
             raise
-        return Endpoints(host, bound_http, bound_grpc)
+        return Endpoints(host, bound_http, bound_grpc, self._security.has_tls)
 
     async def stop(self, drain_seconds: float) -> None:
         """Close the doors; running requests have `drain_seconds` to end. Idempotent."""
@@ -80,7 +91,7 @@ class FrontendServer:
 class _HttpServer:
     """uvicorn on a socket that is bound already."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+    def __init__(self, app: FastAPI, listener: socket.socket, security: DoorSecurity) -> None:
         self._listener = listener
         self._config = uvicorn.Config(
             app,
@@ -90,6 +101,8 @@ class _HttpServer:
             access_log=False,  # the border writes a line of its own
             server_header=False,
             backlog=LISTEN_BACKLOG,
+            ssl_certfile=security.tls_cert,
+            ssl_keyfile=security.tls_key,
         )
         self._server = _QuietServer(self._config)
         self._task: asyncio.Task[None] | None = None
