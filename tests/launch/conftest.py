@@ -12,7 +12,7 @@ from tests.launch.tiny_fleets import deployment, fleet_of, worker
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, copy_with_tokenizer
 
 MAX_DRAFTS = 3
-TEMPLATE = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + CHAT_TEMPLATE
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="session")
