@@ -3,6 +3,7 @@
 Knows the whole fleet only as far as who sends KV to whom, in how many parts. Called by launchers.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,8 @@ from jpd.worker.decode_attempts import DecodeAttempts
 from jpd.worker.page_pool import PagePool
 from jpd.worker.prefill_attempts import PieceSender, PrefillAttempts
 from jpd.worker.worker import Worker, WorkerParts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,8 @@ def _make_engines(
     prefill = decode = None
     if assembly.prefills(site):
         wires = assembly.wires_from(site.config)
+        for target, wire in wires.items():
+            logger.info("KV %s -> %s: %s", site.name, target, wire)
         prefill = PrefillEngine(functions, cache, site.leaves, sender.send, wires)
     if site.config.can_decode:
         wires_to = assembly.wires_to(site.config)

@@ -26,6 +26,14 @@ class Wire:
     slices: int = 1  # each part is cut in so many, one for each target device that needs only that
     has_checksum: bool = False
 
+    def __str__(self) -> str:
+        cut = f", each cut in {self.slices}" if self.slices > 1 else ""
+        checked = ", with checksums" if self.has_checksum else ""
+        return (
+            f"{self.partitions} parts{cut}, pages of {self.page_size} tokens as {self.dtype}"
+            f"{checked}, {self.token_bytes:,} bytes a token"
+        )
+
     @property
     def uncut(self) -> "Wire":
         """As it arrives: the slices are put together, each already where it belongs."""
