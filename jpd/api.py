@@ -37,7 +37,7 @@ from jpd.frontend.tool_formats import FORMATS, ToolFormat, format_of_template
 from jpd.launch.inprocess import TransferWrapper
 from jpd.launch.launchers import RunningFleet, launch_fleet
 from jpd.launch.orders import read_token
-from jpd.mesh_file import load_deployment, resolve_dtypes
+from jpd.mesh_file import load_deployment, resolve_platform
 from jpd.metrics import Metrics
 from jpd.nn.config import WeightFormat
 from jpd.planner.deployment_plan import plan_deployment
@@ -333,4 +333,4 @@ def _override(
             changed[name] = dataclasses.replace(table, **values)
     if problems:
         raise ConfigError(problems)
-    return resolve_dtypes(dataclasses.replace(deployment, **changed)) if changed else deployment  # type: ignore[arg-type]
+    return resolve_platform(dataclasses.replace(deployment, **changed)) if changed else deployment  # type: ignore[arg-type]

@@ -27,6 +27,9 @@ from jpd.request import MAX_SPECULATIVE_TOKENS
 from jpd.toml_reader import Table, read_toml
 
 DTYPES = ("auto", "float32", "bfloat16")
+
+ACCELERATOR_STEPS_PER_CALL = 4
+"""On CPU a dispatch costs little beside a step, and every number of steps is compiled."""
 MAX_PAGE_SIZE = 1024
 MESH_AXES = ("data", "tensor", "expert")
 DEFAULT_SLOTS = 16
@@ -65,11 +68,22 @@ def load_deployment(spec: str | Path) -> DeploymentConfig:
     _check_fleet(root, config)
     if problems:
         raise ConfigError(problems)
-    return resolve_dtypes(config)
+    return resolve_platform(config)
 
 
-def resolve_dtypes(config: DeploymentConfig) -> DeploymentConfig:
-    """Put the platform's default in place of "auto". Raises ConfigError when platforms disagree."""
+def resolve_platform(config: DeploymentConfig) -> DeploymentConfig:
+    """Put the platforms' defaults where the file leaves the choice. Raises ConfigError when
+    platforms disagree on a dtype."""
+    config = _resolve_dtypes(config)
+    if config.engine.max_steps_per_call is not None:
+        return config
+    is_cpu = any(host.platform == "cpu" for host in config.hosts)
+    num_steps = 1 if is_cpu else ACCELERATOR_STEPS_PER_CALL
+    return replace(config, engine=replace(config.engine, max_steps_per_call=num_steps))
+
+
+def _resolve_dtypes(config: DeploymentConfig) -> DeploymentConfig:
+    """Raises ConfigError when platforms disagree."""
     names = {"float32" if host.platform == "cpu" else "bfloat16" for host in config.hosts}
     fields = {"engine.dtype": config.engine.dtype, "cache.dtype": config.cache.dtype}
     if len(names) > 1 and "auto" in fields.values():

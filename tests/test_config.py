@@ -112,6 +112,16 @@ def test_auto_dtypes_follow_platform_then_engine(
     assert (config.engine.dtype, config.cache.dtype) == expected
 
 
+@pytest.mark.parametrize(("platform", "expected"), [("cpu", 1), ("gpu", 4), ("tpu", 4)])
+def test_steps_per_call_follow_the_platform_unless_named(
+    tmp_path: Path, platform: str, expected: int
+) -> None:
+    text = GOOD.replace('"cpu"', f'"{platform}"')
+    assert load(tmp_path, text).engine.max_steps_per_call == expected
+    named = text + "[engine]\nmax_steps_per_call = 3\n"
+    assert load(tmp_path, named).engine.max_steps_per_call == 3
+
+
 def test_hosts_of_two_platforms_must_name_dtypes(tmp_path: Path) -> None:
     text = GOOD + HOST.replace('"a"', '"b"').replace('"cpu"', '"gpu"')
     assert {problem.key for problem in problems(tmp_path, text)} == {"engine.dtype", "cache.dtype"}

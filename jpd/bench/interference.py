@@ -29,7 +29,7 @@ from jpd.config import (
     RouterConfig,
     WorkerConfig,
 )
-from jpd.mesh_file import resolve_dtypes
+from jpd.mesh_file import resolve_platform
 
 NUM_STREAMS = 4
 STREAM_PROMPT_TOKENS = 32
@@ -128,7 +128,7 @@ def _deployment(cores: Sequence[int], roles: Sequence[Role], chunk: int) -> Depl
         slos=(),
         launch=LaunchConfig("subprocess"),
     )
-    return resolve_dtypes(deployment)
+    return resolve_platform(deployment)
 
 
 async def measure_gaps(mode: str, server: Streams, vocab_size: int, effort: Effort) -> Gaps:

@@ -36,7 +36,7 @@ class ChunkLayout(NamedTuple):
 
 
 class ChunkShape(NamedTuple):
-    """The padded sizes of a chunk; one executable each."""
+    """The padded sizes of a chunk; one executable of the model each."""
 
     num_rows: int
     row_length: int  # tokens
@@ -44,12 +44,17 @@ class ChunkShape(NamedTuple):
 
 
 class DecodeShape(NamedTuple):
-    """The sizes of a decode call; one executable each."""
+    """The sizes of a decode call."""
 
     num_rows: int  # slots from the first on
     width: int  # pages of each row's page table
     num_steps: int  # tokens of each row
     num_drafts: int = 0  # verified in the one step: up to 1 + num_drafts tokens of each row
+
+    @property
+    def is_one_step(self) -> bool:
+        """One token of each row: the executable that chooses it is shared by all widths."""
+        return self.num_steps == 1 and self.num_drafts == 0
 
 
 def _ceil_to(value: int, step: int) -> int:
@@ -96,7 +101,7 @@ class ShapeBuckets:
             prefill_lengths=tuple(sorted({size for size in lengths if size < chunk} | {chunk})),
             context_widths=tuple(sorted(widths | {longest // page})),
             page_moves=tuple(sorted(moves)),
-            decode_steps=tuple(sorted({1, engine.max_steps_per_call})),
+            decode_steps=tuple(sorted({1, engine.max_steps_per_call or 1})),
             max_drafts=engine.max_speculative_tokens,
         )
         buckets._check_count()
@@ -129,20 +134,23 @@ class ShapeBuckets:
 
     @property
     def prefill_shapes(self) -> tuple[ChunkShape, ...]:
-        """Of every prefill executable."""
+        """Of every chunk."""
         widths = self.context_widths
         return tuple(ChunkShape(*layout, w) for layout in self.prefill_layouts for w in widths)
 
     @property
     def num_prefill_executables(self) -> int:
-        return len(self.prefill_shapes) + len(self.page_moves)
+        """The model, the choice of first tokens, log-probabilities of prompts, pages that leave."""
+        layouts = self.prefill_layouts
+        num_choices = len({layout.num_rows for layout in layouts})
+        return len(self.prefill_shapes) + num_choices + len(layouts) + len(self.page_moves)
 
     @property
     def num_decode_executables(self) -> int:
-        """At most: steps, insert, remove, new pages of rows, and the pages that arrive."""
+        """At most: steps, choices, insert, remove, new pages of rows, and the pages that arrive."""
         num_kinds = len(self.decode_steps) + (self.max_drafts > 0)
         num_steps = len(SHRINKS) * len(self.context_widths) * num_kinds
-        return num_steps + 3 + len(self.page_moves)
+        return num_steps + len(SHRINKS) + 3 + len(self.page_moves)
 
     @property
     def max_decode_steps(self) -> int:
@@ -150,7 +158,7 @@ class ShapeBuckets:
         return self.decode_steps[-1]
 
     def decode_shapes(self, num_slots: int) -> tuple[DecodeShape, ...]:
-        """Of every decode executable of a worker with so many slots."""
+        """Of every decode call of a worker with so many slots."""
         kinds = [(num_steps, 0) for num_steps in self.decode_steps]
         if self.max_drafts:
             kinds.append((1, self.max_drafts))

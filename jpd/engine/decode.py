@@ -17,12 +17,13 @@ import numpy as np
 from jpd.cache.kv_cache import KVCache
 from jpd.cache.page_allocator import BIN_PAGE
 from jpd.engine.buckets import DecodeShape, decode_rows
+from jpd.engine.compile_all import compile_all
 from jpd.engine.decode_row import DecodeDone, DecodeRow, RunningRow
 from jpd.engine.decode_state import DecodeState, one_row
+from jpd.engine.forward import Leaves
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.guided_rows import GuidedRows
 from jpd.engine.results import FINISH_REASONS, Outcome, StepResults
-from jpd.engine.steps import Leaves
 from jpd.engine.token_masks import TokenMasks, make_masks
 from jpd.request import FinishReason, SamplingParams
 from jpd.transfer.wire import Wire
@@ -100,11 +101,12 @@ class DecodeEngine:
         self._state = self._functions.insert(self._state, row, 0)
         self._state = self._functions.deactivate(self._state, 0)
         self._state = self._functions.add_pages(self._state, [(0, 0, BIN_PAGE)])
-        for shape in self._buckets.decode_shapes(self._functions.num_slots):
-            self._cache.layers, self._state, _ = self._functions.decode(
-                self._leaves, self._cache.layers, self._state, shape
-            )
-            after_each()
+        lowered = self._functions.lower_decode(self._leaves, self._cache.layers, self._state)
+        with compile_all(lowered, after_each):
+            for shape in self._buckets.decode_shapes(self._functions.num_slots):
+                self._cache.layers, self._state, _ = self._functions.decode(
+                    self._leaves, self._cache.layers, self._state, shape
+                )
         self._functions.moves.warm_up_scatter(self._cache, self._wires)
         jax.block_until_ready(self._cache.layers)
 

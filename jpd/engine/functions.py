@@ -1,13 +1,14 @@
 """The executables of one model on one worker's mesh. Everything the engines run on devices is here.
 
-All shardings are pinned, KV pools and decode states are donated, weights cross as a flat tuple of
-arrays. Knows no attempts. Called on the worker's thread, by the engines and by `jpd verify
---golden`.
+A step is two of them, dispatched one after the other: the model by the step's shape, the choice of
+tokens by its number of rows. All shardings are pinned, KV pools and decode states are donated,
+weights cross as a flat tuple of arrays. Knows no attempts. Called on the worker's thread, by the
+engines and by `jpd verify --golden`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,20 +18,29 @@ from jax.typing import DTypeLike
 
 from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
 from jpd.engine.buckets import ChunkShape, DecodeShape, ShapeBuckets, decode_rows
+from jpd.engine.choose import choose_first, choose_next
 from jpd.engine.decode_state import DecodeState, add_pages, deactivate, empty_state, insert_row
-from jpd.engine.logprobs import LogprobArrays
-from jpd.engine.page_moves import PageMoves
-from jpd.engine.prefill_chunk import ChunkPrompt, PrefillChunk, make_chunk, prompt_rows
-from jpd.engine.results import StepResults
-from jpd.engine.sampling_rows import greedy_rows
-from jpd.engine.steps import (
+from jpd.engine.forward import (
     Layers,
     Leaves,
     chunk_logits,
-    decode_step,
-    prefill_chunk,
-    verify_step,
+    chunk_logprobs,
+    forward_chunk,
+    forward_step,
 )
+from jpd.engine.logprobs import LogprobArrays
+from jpd.engine.page_moves import PageMoves
+from jpd.engine.prefill_chunk import (
+    ChunkEnds,
+    ChunkPrompt,
+    PrefillChunk,
+    empty_chunk,
+    make_chunk,
+    prompt_rows,
+)
+from jpd.engine.results import StepResults
+from jpd.engine.sampling_rows import greedy_rows
+from jpd.engine.steps import several_steps, verify_step
 from jpd.engine.token_masks import TokenMasks, open_masks
 from jpd.kernels.backends import AttentionBackend, AttentionName
 from jpd.nn.config import DecoderConfig
@@ -63,13 +73,44 @@ class ModelFunctions:
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._pool = (sharding_for(mesh, POOL_AXES, spec.layer_shape),) * spec.num_layers
-        self._prefill = self._jit_chunk(prefill_chunk, num_inputs=2, num_results=2)
-        self._logits = self._jit_chunk(chunk_logits, num_inputs=1, num_results=1)
-        self._no_history = self._empty_histories()
-        self._decode = {
-            shape: self._jit_decode(shape) for shape in buckets.decode_shapes(num_slots)
+        self._logits = sharding_for(mesh, (None, "vocab"), (1, config.vocab_size))
+        self._forward_chunk = self._jit_model(
+            forward_chunk, (self._replicated,) * 2, (self._replicated, self._logits)
+        )
+        self._choose_first = jax.jit(
+            choose_first,
+            in_shardings=(self._replicated, self._logits, self._replicated),
+            out_shardings=self._replicated,
+        )
+        self._chunk_logprobs = jax.jit(
+            _named(functools.partial(chunk_logprobs, self._definition), "chunk_logprobs"),
+            in_shardings=(self.param_shardings, *(self._replicated,) * 4),
+            out_shardings=self._replicated,
+        )
+        self._check_logits = self._jit_model(
+            chunk_logits, (self._replicated,) * 2, (self._replicated,)
+        )
+        shapes = buckets.decode_shapes(num_slots)
+        self._forward_step = {
+            (shape.num_rows, shape.width): self._jit_forward_step(shape)
+            for shape in shapes
+            if shape.is_one_step
         }
-        chunk_rows = (shape.num_rows for shape in buckets.prefill_shapes)
+        self._choose_next = jax.jit(
+            choose_next,
+            in_shardings=(self._replicated, self._logits, self._replicated),
+            out_shardings=self._replicated,
+            donate_argnums=0,
+        )
+        self._several = {
+            shape: self._jit_several(shape) for shape in shapes if not shape.is_one_step
+        }
+        chunk_rows = {layout.num_rows for layout in buckets.prefill_layouts}
+        size = buckets.max_pages * buckets.page_size
+        self._no_history: dict[int, jax.Array] = {
+            num_rows: jax.device_put(np.zeros((num_rows, size), np.int32), self._replicated)
+            for num_rows in chunk_rows
+        }
         self._open_masks: dict[int, TokenMasks] = {
             num_rows: jax.device_put(open_masks(num_rows, config.vocab_size), self._replicated)
             for num_rows in {*decode_rows(num_slots), *chunk_rows}
@@ -79,21 +120,28 @@ class ModelFunctions:
         self._deactivate = jax.jit(deactivate, **in_place)
         self._add_pages = jax.jit(add_pages, **in_place)
 
-    def _jit_chunk(self, step: Any, num_inputs: int, num_results: int) -> jax.stages.Wrapped:
+    def _jit_model(
+        self, step: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
+    ) -> jax.stages.Wrapped:
+        """A function of weights and pages that gives the pages back, in place."""
         return jax.jit(
             _named(functools.partial(step, self._definition), step.__name__),
-            in_shardings=(self.param_shardings, self._pool, *(self._replicated,) * num_inputs),
-            out_shardings=(self._pool, *(self._replicated,) * num_results),
+            in_shardings=(self.param_shardings, self._pool, *inputs),
+            out_shardings=(self._pool, *outputs),
             donate_argnums=1,
         )
 
-    def _empty_histories(self) -> dict[tuple[int, ...], jax.Array]:
-        page_size = self.buckets.page_size
-        sizes = {(shape.num_rows, shape.width * page_size) for shape in self.buckets.prefill_shapes}
-        return {size: jax.device_put(np.zeros(size, np.int32), self._replicated) for size in sizes}
+    def _jit_forward_step(self, shape: DecodeShape) -> jax.stages.Wrapped:
+        step = functools.partial(forward_step, self._definition, shape.width)
+        return jax.jit(
+            _named(step, f"forward_step_{shape.num_rows}x{shape.width}"),
+            in_shardings=(self.param_shardings, self._pool, *(self._replicated,) * 2),
+            out_shardings=(self._pool, self._logits),
+            donate_argnums=1,
+        )
 
-    def _jit_decode(self, shape: DecodeShape) -> jax.stages.Wrapped:
-        inner = verify_step if shape.num_drafts else decode_step
+    def _jit_several(self, shape: DecodeShape) -> jax.stages.Wrapped:
+        inner = verify_step if shape.num_drafts else several_steps
         name = f"verify_{shape.num_drafts}" if shape.num_drafts else f"decode_{shape.num_steps}"
         step = functools.partial(inner, self._definition, shape)
         return jax.jit(
@@ -108,22 +156,31 @@ class ModelFunctions:
         leaves: Leaves,
         layers: Layers,
         chunk: PrefillChunk,
+        ends: ChunkEnds,
         masks: TokenMasks | None = None,
-    ) -> tuple[Layers, StepResults, LogprobArrays]:
+        *,
+        wants_prompt_logprobs: bool = False,
+    ) -> tuple[Layers, StepResults, LogprobArrays | None]:
         """Compute one chunk. `masks` None: no row is guided. Donates layers.
 
-        The last result is of the prompt's own tokens [R, T].
+        The last result is of the prompt's own tokens [R, T], if it is wanted.
         """
-        on_devices = self._masks(masks, chunk.start.shape[0])
-        if chunk.history is not self._no_history[chunk.history.shape]:  # to be placed like it
-            history = jax.device_put(chunk.history, self._replicated)
-            chunk = dataclasses.replace(chunk, history=history)
-        layers, results, of_prompt = self._prefill(leaves, layers, chunk, on_devices)
+        num_rows = chunk.start.shape[0]
+        if ends.history is not self._no_history[num_rows]:  # to be placed like it
+            history = jax.device_put(ends.history, self._replicated)
+            ends = dataclasses.replace(ends, history=history)
+        layers, hidden, logits = self._forward_chunk(leaves, layers, chunk, ends)
+        results = self._choose_first(ends, logits, self._masks(masks, num_rows))
+        of_prompt = None
+        if wants_prompt_logprobs:
+            of_prompt = self._chunk_logprobs(
+                leaves, hidden, chunk.tokens, chunk.num_valid, chunk.next_token
+            )
         return layers, results, of_prompt
 
-    def no_history(self, shape: ChunkShape) -> jax.Array:
-        """For a chunk of this shape without penalties: on the devices, so that nothing travels."""
-        return self._no_history[shape.num_rows, shape.width * self.buckets.page_size]
+    def no_history(self, num_rows: int) -> jax.Array:
+        """For a chunk without penalties: on the devices, so that nothing travels."""
+        return self._no_history[num_rows]
 
     def decode(
         self,
@@ -139,9 +196,47 @@ class ModelFunctions:
 
         Donates layers and state.
         """
-        on_devices = self._masks(masks, shape[0])
-        layers, state, results = self._decode[shape](leaves, layers, state, on_devices)
+        on_devices = self._masks(masks, shape.num_rows)
+        if not shape.is_one_step:
+            layers, state, results = self._several[shape](leaves, layers, state, on_devices)
+            return layers, state, results
+        forward = self._forward_step[shape.num_rows, shape.width]
+        layers, logits = forward(leaves, layers, state, on_devices.paused)
+        state, results = self._choose_next(state, logits, on_devices)
         return layers, state, results
+
+    def lower_prefill(self, leaves: Leaves, layers: Layers) -> Iterator[jax.stages.Lowered]:
+        """Every executable of `prefill`, one after another, for `compile_all`."""
+        done: set[object] = set()
+        for shape in self.buckets.prefill_shapes:
+            chunk, ends = empty_chunk(shape, self._no_history[shape.num_rows])
+            lowered = self._forward_chunk.lower(leaves, layers, chunk, ends)
+            yield lowered
+            _, hidden, logits = lowered.out_info
+            if shape.num_rows not in done:
+                masks = self._open_masks[shape.num_rows]
+                yield self._choose_first.lower(ends, logits, masks)
+            if shape[:2] not in done:
+                of_chunk = (chunk.tokens, chunk.num_valid, chunk.next_token)
+                yield self._chunk_logprobs.lower(leaves, hidden, *of_chunk)
+            done |= {shape.num_rows, shape[:2]}
+
+    def lower_decode(
+        self, leaves: Leaves, layers: Layers, state: DecodeState
+    ) -> Iterator[jax.stages.Lowered]:
+        """Every executable of `decode`, one after another, for `compile_all`."""
+        rows_done: set[int] = set()
+        for shape in self.buckets.decode_shapes(self.num_slots):
+            masks = self._open_masks[shape.num_rows]
+            if not shape.is_one_step:
+                yield self._several[shape].lower(leaves, layers, state, masks)
+                continue
+            forward = self._forward_step[shape.num_rows, shape.width]
+            lowered = forward.lower(leaves, layers, state, masks.paused)
+            yield lowered
+            if shape.num_rows not in rows_done:
+                rows_done.add(shape.num_rows)
+                yield self._choose_next.lower(state, lowered.out_info[1], masks)
 
     def _masks(self, masks: TokenMasks | None, num_rows: int) -> TokenMasks:
         """On the devices always: a call with arrays of the host would be another executable."""
@@ -193,8 +288,8 @@ class ModelFunctions:
             layout = self.buckets.chunk_layout(num_tokens)
             shape = ChunkShape(*layout, self.buckets.context_width(start + num_tokens))
             rows = prompt_rows(prompt, start, num_tokens, layout.row_length)
-            chunk = make_chunk(shape, rows, self.no_history(shape))
-            cache.layers, logits = self._logits(leaves, cache.layers, chunk)
+            chunk, ends = make_chunk(shape, rows, self.no_history(shape.num_rows))
+            cache.layers, logits = self._check_logits(leaves, cache.layers, chunk, ends)
             if wire is not None:
                 self._send_to_itself(cache, wire, start, start + num_tokens)
             flat = np.asarray(logits).reshape(layout.num_tokens, -1)

@@ -14,6 +14,9 @@ from jpd.engine.sampling_rows import NO_TOKEN, SamplingRows
 BARRED = -1e30
 """A logit that is taken only where all others are minus infinity."""
 
+HISTORY_BLOCK = 512
+"""Tokens that are counted at a time, so that the cost follows the rows and not their limit."""
+
 
 def with_bias(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """Each row's logit_bias added to its logits [B, V]."""
@@ -41,12 +44,12 @@ def with_penalties(
 
     def lessen() -> jax.Array:
         history = read_history()
-        places = jnp.arange(history.shape[1], dtype=jnp.int32)[None]
-        is_past = places < positions[:, None]
-        counts = _counts(history, is_past & (places >= rows.output_start[:, None]), logits)
+        counts = _counts(history, rows.output_start, positions, logits)
         repeated_less: jax.Array = jax.lax.cond(
             jnp.any(rows.repetition_penalty != 1),
-            lambda: _less_repeated(logits, rows, _counts(history, is_past, logits) > 0),
+            lambda: _less_repeated(
+                logits, rows, _counts(history, jnp.zeros_like(positions), positions, logits) > 0
+            ),
             lambda: logits,
         )
         presence, frequency = rows.presence_penalty[:, None], rows.frequency_penalty[:, None]
@@ -63,11 +66,29 @@ def without_early_stops(logits: jax.Array, rows: SamplingRows, positions: jax.Ar
     return logits.at[_row_ids(logits), columns].min(BARRED, mode="drop")
 
 
-def _counts(history: jax.Array, is_counted: jax.Array, logits: jax.Array) -> jax.Array:
-    """How often each token of the vocabulary stands at counted places: float32, as logits."""
-    columns = jnp.where(is_counted, history, logits.shape[1])
-    counts = jnp.zeros(logits.shape, jnp.float32)
-    return counts.at[_row_ids(logits), columns].add(1.0, mode="drop")
+def _counts(history: jax.Array, starts: jax.Array, ends: jax.Array, logits: jax.Array) -> jax.Array:
+    """How often each token stands in its row from `starts` to `ends` [B]: float32, as logits.
+
+    Goes block by block as far as the longest row.
+    """
+    num_places, row_ids = history.shape[1], _row_ids(logits)
+    block = min(HISTORY_BLOCK, num_places)
+
+    def add(index: jax.Array, counts: jax.Array) -> jax.Array:
+        first = jnp.minimum(index * block, num_places - block)  # the last may overlap
+        places = first + jnp.arange(block, dtype=jnp.int32)[None]
+        is_counted = (places >= jnp.maximum(starts[:, None], index * block)) & (
+            places < ends[:, None]
+        )
+        tokens = jax.lax.dynamic_slice_in_dim(history, first, block, axis=1)
+        columns = jnp.where(is_counted, tokens, logits.shape[1])  # out of range: dropped
+        return counts.at[row_ids, columns].add(1.0, mode="drop")
+
+    num_blocks = -(-jnp.minimum(jnp.max(ends), num_places) // block)
+    counts: jax.Array = jax.lax.fori_loop(
+        jnp.zeros_like(num_blocks), num_blocks, add, jnp.zeros(logits.shape, jnp.float32)
+    )
+    return counts
 
 
 def _less_repeated(logits: jax.Array, rows: SamplingRows, is_repeated: jax.Array) -> jax.Array:

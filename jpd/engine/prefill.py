@@ -15,14 +15,22 @@ import numpy as np
 
 from jpd.cache.kv_cache import KVCache
 from jpd.engine.buckets import ChunkLayout, ChunkShape
+from jpd.engine.compile_all import compile_all
+from jpd.engine.forward import Leaves
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.logprobs import LogprobArrays, read_logprobs
 from jpd.engine.packing import pack
-from jpd.engine.prefill_chunk import ChunkPrompt, PrefillChunk, empty_chunk, make_chunk, prompt_rows
+from jpd.engine.prefill_chunk import (
+    ChunkEnds,
+    ChunkPrompt,
+    PrefillChunk,
+    empty_chunk,
+    make_chunk,
+    prompt_rows,
+)
 from jpd.engine.results import FINISH_REASONS, StepResults
 from jpd.engine.sampling_rows import sampling_row
 from jpd.engine.scheduler import PrefillScheduler
-from jpd.engine.steps import Leaves
 from jpd.engine.token_masks import TokenMasks, make_masks
 from jpd.guidance.guide import Mask
 from jpd.request import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
@@ -165,9 +173,10 @@ class PrefillEngine:
 
         `after_each` is called between executables; what it raises ends the warm-up.
         """
-        for shape in self._buckets.prefill_shapes:
-            self._measure(shape)
-            after_each()
+        lowered = self._functions.lower_prefill(self._leaves, self._cache.layers)
+        with compile_all(lowered, after_each):
+            for shape in self._buckets.prefill_shapes:
+                self._measure(shape, wants_prompt_logprobs=True)
         for layout in self._buckets.prefill_layouts:
             shape = ChunkShape(*layout, self._buckets.max_pages)
             seconds = min(self._measure(shape) for _ in range(NUM_MEASURED))
@@ -175,12 +184,16 @@ class PrefillEngine:
         self._functions.moves.warm_up_gather(self._cache, self._wires.values())
         jax.block_until_ready(self._cache.layers)
 
-    def _measure(self, shape: ChunkShape) -> float:
-        """Seconds of an empty chunk; the first time the shape is compiled."""
+    def _measure(self, shape: ChunkShape, *, wants_prompt_logprobs: bool = False) -> float:
+        """Seconds of an empty chunk."""
         start = time.monotonic()
-        chunk = empty_chunk(shape, self._functions.no_history(shape))
+        chunk, ends = empty_chunk(shape, self._functions.no_history(shape.num_rows))
         self._cache.layers, results, _ = self._functions.prefill(
-            self._leaves, self._cache.layers, chunk
+            self._leaves,
+            self._cache.layers,
+            chunk,
+            ends,
+            wants_prompt_logprobs=wants_prompt_logprobs,
         )
         results.to_host()
         return time.monotonic() - start
@@ -222,7 +235,7 @@ class PrefillEngine:
         """Dispatch one chunk and read the one before; with nothing to dispatch, read them all."""
         batch = self._schedule()
         if batch is not None:
-            self._run(batch, self._build(batch))
+            self._run(batch, *self._build(batch))
         return self._commit(num_unread=0 if batch is None else 1)
 
     def _schedule(self) -> _Batch | None:
@@ -240,7 +253,7 @@ class PrefillEngine:
             parts.append(_Part(running, num_tokens, first_row, num_rows - 1, is_last))
         return _Batch(packing.layout, tuple(parts))
 
-    def _build(self, batch: _Batch) -> PrefillChunk:
+    def _build(self, batch: _Batch) -> tuple[PrefillChunk, ChunkEnds]:
         rows = []
         for part in batch.parts:
             running = part.running
@@ -249,22 +262,26 @@ class PrefillEngine:
             )
         longest = max(part.running.num_done + part.num_tokens for part in batch.parts)
         shape = ChunkShape(*batch.layout, self._buckets.context_width(longest))
-        return make_chunk(shape, rows, self._functions.no_history(shape))
+        return make_chunk(shape, rows, self._functions.no_history(shape.num_rows))
 
-    def _run(self, batch: _Batch, chunk: PrefillChunk) -> None:
+    def _run(self, batch: _Batch, chunk: PrefillChunk, ends: ChunkEnds) -> None:
         """Dispatch the chunk and the gathers of all pages that are complete after it."""
         now = time.monotonic()
         for part in batch.parts:
             if part.running.first_dispatch_time is None:
                 part.running.first_dispatch_time = now
                 self._send(part.running)  # cached pages that the destination lacks need not wait
-        self._cache.layers, results, found = self._functions.prefill(
-            self._leaves, self._cache.layers, chunk, self._masks(batch)
+        self._cache.layers, results, of_prompts = self._functions.prefill(
+            self._leaves,
+            self._cache.layers,
+            chunk,
+            ends,
+            self._masks(batch),
+            wants_prompt_logprobs=batch.wants_prompt_logprobs,
         )
         if not batch.wants_logprobs:
             results = results.without_logprobs()
         results.copy_to_host_async()
-        of_prompts = found if batch.wants_prompt_logprobs else None
         self._in_flight.append(_InFlight(batch, results, of_prompts, now))
         for part in batch.parts:
             part.running.num_done += part.num_tokens

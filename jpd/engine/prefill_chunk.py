@@ -18,18 +18,25 @@ from jpd.engine.sampling_rows import SamplingRows, greedy_rows, on_host
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """R rows of T tokens with tables of W pages for H tokens, all padded."""
+    """R rows of T tokens with tables of W pages, all padded."""
 
     tokens: jax.Array  # int32 [R, T]
     start: jax.Array  # int32 [R]: position of the first token
     num_valid: jax.Array  # int32 [R]
     page_table: jax.Array  # int32 [R, W]
-    is_last: jax.Array  # bool [R]: the prompt ends here, a token is sampled after it
+    next_token: jax.Array  # int32 [R]: of the prompt, after the row's last one; 0 at its end
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class ChunkEnds:
+    """What follows the rows of a chunk. H tokens of the longest sequence."""
+
+    position: jax.Array  # int32 [R]: where the token after the row's last one stands
+    is_last: jax.Array  # bool [R]: the prompt ends here, a token is chosen after it
     last_position: jax.Array  # int32 [R]: where the last allowed token stands
     sampling: SamplingRows
     history: jax.Array  # int32 [R, H]: all tokens of the prompts that penalties ask for
-    next_token: jax.Array  # int32 [R]: of the prompt, after the row's last one; 0 at its end
-    wants_prompt_logprobs: jax.Array  # bool [R]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +83,28 @@ def prompt_rows(
     ]
 
 
-def empty_chunk(shape: ChunkShape, history: jax.Array) -> PrefillChunk:
+def empty_chunk(shape: ChunkShape, history: jax.Array) -> tuple[PrefillChunk, ChunkEnds]:
     """A chunk of this shape without a valid token, on the host; every row samples."""
-    return PrefillChunk(
+    chunk = PrefillChunk(
         tokens=on_host(np.zeros((shape.num_rows, shape.row_length), np.int32)),
         start=on_host(np.zeros(shape.num_rows, np.int32)),
         num_valid=on_host(np.zeros(shape.num_rows, np.int32)),
         page_table=on_host(np.full((shape.num_rows, shape.width), BIN_PAGE, np.int32)),
+        next_token=on_host(np.zeros(shape.num_rows, np.int32)),
+    )
+    ends = ChunkEnds(
+        position=on_host(np.zeros(shape.num_rows, np.int32)),
         is_last=on_host(np.ones(shape.num_rows, np.bool_)),
         last_position=on_host(np.zeros(shape.num_rows, np.int32)),
         sampling=greedy_rows(shape.num_rows),
         history=history,
-        next_token=on_host(np.zeros(shape.num_rows, np.int32)),
-        wants_prompt_logprobs=on_host(np.zeros(shape.num_rows, np.bool_)),
     )
+    return chunk, ends
 
 
-def make_chunk(shape: ChunkShape, rows: Sequence[ChunkRow], no_history: jax.Array) -> PrefillChunk:
+def make_chunk(
+    shape: ChunkShape, rows: Sequence[ChunkRow], no_history: jax.Array
+) -> tuple[PrefillChunk, ChunkEnds]:
     """These rows in a chunk of this shape, on the host; the rows that are left stay empty.
 
     no_history, of `ModelFunctions`, stands in where no row has one.
@@ -104,23 +116,29 @@ def make_chunk(shape: ChunkShape, rows: Sequence[ChunkRow], no_history: jax.Arra
         tokens[index, : row.num_tokens] = row.prompt.token_ids[row.start : row.end]
         used = row.prompt.page_ids[: shape.width]
         page_table[index, : len(used)] = used
+    chunk = PrefillChunk(
+        tokens=on_host(tokens),
+        start=_column([row.start for row in rows], num_empty),
+        num_valid=_column([row.num_tokens for row in rows], num_empty),
+        page_table=on_host(page_table),
+        next_token=_column([row.next_token for row in rows], num_empty),
+    )
+    return chunk, _make_ends(rows, num_empty, no_history)
+
+
+def _make_ends(rows: Sequence[ChunkRow], num_empty: int, no_history: jax.Array) -> ChunkEnds:
     empty = (greedy_rows(num_empty),) if num_empty else ()
     sampling: SamplingRows = jax.tree.map(
         lambda *parts: on_host(np.concatenate(parts)),
         *(row.prompt.sampling for row in rows),
         *empty,
     )
-    return PrefillChunk(
-        tokens=on_host(tokens),
-        start=_column([row.start for row in rows], num_empty),
-        num_valid=_column([row.num_tokens for row in rows], num_empty),
-        page_table=on_host(page_table),
-        is_last=_flags([row.is_last for row in rows], num_empty),
+    return ChunkEnds(
+        position=_column([row.end for row in rows], num_empty),
+        is_last=on_host(np.array([row.is_last for row in rows] + [False] * num_empty, np.bool_)),
         last_position=_column([row.prompt.last_position for row in rows], num_empty),
         sampling=sampling,
         history=_histories(rows, no_history),
-        next_token=_column([row.next_token for row in rows], num_empty),
-        wants_prompt_logprobs=_flags([row.prompt.wants_logprobs for row in rows], num_empty),
     )
 
 
@@ -137,10 +155,6 @@ def _histories(rows: Sequence[ChunkRow], no_history: jax.Array) -> jax.Array:
     for index, token_ids in wanted.items():
         histories[index, : len(token_ids)] = token_ids
     return on_host(histories)
-
-
-def _flags(values: list[bool], num_empty: int) -> jax.Array:
-    return on_host(np.array(values + [False] * num_empty, np.bool_))
 
 
 def _column(values: list[int], num_empty: int) -> jax.Array:

@@ -37,6 +37,7 @@ MAX_LEN = 288
 NUM_SLOTS = 4
 NUM_PAGES = 80
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
+SEVERAL_STEPS = EngineConfig(prefill_chunk=CHUNK, max_model_len=MAX_LEN, max_steps_per_call=4)
 
 
 @functools.cache

@@ -16,15 +16,9 @@ def test_defaults_for_a_long_context() -> None:
     assert buckets.page_moves == (1, 2, 4, 8, 16)
     assert buckets.max_pages == 1024
     assert buckets.prefill_layouts == ((1, 32), (1, 128), (4, 32), (4, 128))
-    assert buckets.num_prefill_executables == 12 + 5
-    assert buckets.num_decode_executables == 2 * 9 + 3 + 5
-    assert [shape[:3] for shape in buckets.decode_shapes(8)[:4]] == [
-        (1, 64, 1),
-        (1, 64, 4),
-        (1, 256, 1),
-        (1, 256, 4),
-    ]
-    assert len(buckets.decode_shapes(8)) == 2 * 9
+    assert buckets.num_prefill_executables == 12 + 2 + 4 + 5
+    assert buckets.num_decode_executables == 9 + 3 + 3 + 5
+    assert {shape.num_steps for shape in buckets.decode_shapes(8)} == {1}
 
 
 def test_defaults_for_a_context_shorter_than_a_chunk() -> None:
@@ -62,20 +56,26 @@ def test_rows_of_a_decode_step() -> None:
     ]
 
 
-def test_single_steps_only() -> None:
-    buckets = ShapeBuckets.from_config(EngineConfig(max_steps_per_call=1), CACHE, 32768)
-    assert {shape.num_steps for shape in buckets.decode_shapes(8)} == {1}
-    assert buckets.num_decode_executables == 9 + 3 + 5
+def test_several_steps_have_a_call_of_their_own() -> None:
+    buckets = ShapeBuckets.from_config(EngineConfig(max_steps_per_call=4), CACHE, 32768)
+    assert [shape[:3] for shape in buckets.decode_shapes(8)[:4]] == [
+        (1, 64, 1),
+        (1, 64, 4),
+        (1, 256, 1),
+        (1, 256, 4),
+    ]
+    assert len(buckets.decode_shapes(8)) == 2 * 9
+    assert buckets.num_decode_executables == 2 * 9 + 3 + 3 + 5
 
 
 def test_speculation_has_a_step_of_its_own() -> None:
-    engine = EngineConfig(max_speculative_tokens=5)
+    engine = EngineConfig(max_speculative_tokens=5, max_steps_per_call=4)
     buckets = ShapeBuckets.from_config(engine, CACHE, 2048)
     shapes = buckets.decode_shapes(8)
     assert {(shape.num_steps, shape.num_drafts) for shape in shapes} == {(1, 0), (4, 0), (1, 5)}
     num_widths = len(buckets.context_widths)
     assert len(shapes) == 3 * 3 * num_widths
-    assert buckets.num_decode_executables == len(shapes) + 3 + len(buckets.page_moves)
+    assert buckets.num_decode_executables == len(shapes) + 3 + 3 + len(buckets.page_moves)
 
 
 def test_every_problem_is_told_at_once() -> None:

@@ -10,14 +10,14 @@ from jpd.engine.decode import MAX_CALL_SECONDS, DecodeEngine
 from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillTask
 from jpd.request import FinishReason, SamplingParams
-from tests.engine.rig import Rig, generate, random_prompt, rig, run_prefill
+from tests.engine.rig import SEVERAL_STEPS, Rig, generate, random_prompt, rig, run_prefill
 
 STEPS = 4
 
 
 @pytest.fixture
 def on() -> Rig:
-    return rig("llama3")
+    return rig("llama3", engine=SEVERAL_STEPS)
 
 
 def engine_of(on: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodeEngine, list[DecodeShape]]:

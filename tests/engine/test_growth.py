@@ -10,7 +10,16 @@ from jpd.engine.decode import DecodeEngine
 from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillTask
 from jpd.request import SamplingParams
-from tests.engine.rig import PAGE, Rig, generate, random_prompt, rig, run_decode, run_prefill
+from tests.engine.rig import (
+    PAGE,
+    SEVERAL_STEPS,
+    Rig,
+    generate,
+    random_prompt,
+    rig,
+    run_decode,
+    run_prefill,
+)
 
 SETTINGS = (
     SamplingParams(temperature=0.0, max_tokens=40),
@@ -87,7 +96,7 @@ def test_pages_of_a_row_that_left_are_not_put_into_the_next_one_of_its_slot() ->
 def test_a_call_of_several_steps_needs_pages_for_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    on = rig("llama3")
+    on = rig("llama3", engine=SEVERAL_STEPS)
     row = prefilled(on, "a", random_prompt(PAGE - 3, PAGE - 3), SETTINGS[0])
     engine, shapes, decode = on.decode_engine(), [], on.functions.decode
     monkeypatch.setattr(on.functions, "decode", lambda *a: shapes.append(a[3]) or decode(*a))
