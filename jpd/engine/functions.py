@@ -74,6 +74,15 @@ class ModelFunctions:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._pool = (sharding_for(mesh, POOL_AXES, spec.layer_shape),) * spec.num_layers
         self._logits = sharding_for(mesh, (None, "vocab"), (1, config.vocab_size))
+        self._jit_prefill()
+        self._jit_decode()
+        self._put_defaults()
+        in_place: dict[str, Any] = {"out_shardings": self._replicated, "donate_argnums": 0}
+        self._insert = jax.jit(insert_row, **in_place)
+        self._deactivate = jax.jit(deactivate, **in_place)
+        self._add_pages = jax.jit(add_pages, **in_place)
+
+    def _jit_prefill(self) -> None:
         self._forward_chunk = self._jit_model(
             forward_chunk, (self._replicated,) * 2, (self._replicated, self._logits)
         )
@@ -90,7 +99,9 @@ class ModelFunctions:
         self._check_logits = self._jit_model(
             chunk_logits, (self._replicated,) * 2, (self._replicated,)
         )
-        shapes = buckets.decode_shapes(num_slots)
+
+    def _jit_decode(self) -> None:
+        shapes = self.buckets.decode_shapes(self.num_slots)
         self._forward_step = {
             (shape.num_rows, shape.width): self._jit_forward_step(shape)
             for shape in shapes
@@ -105,20 +116,19 @@ class ModelFunctions:
         self._several = {
             shape: self._jit_several(shape) for shape in shapes if not shape.is_one_step
         }
-        chunk_rows = {layout.num_rows for layout in buckets.prefill_layouts}
-        size = buckets.max_pages * buckets.page_size
+
+    def _put_defaults(self) -> None:
+        """Inputs of calls that ask for nothing special, on the devices, so that nothing travels."""
+        chunk_rows = {layout.num_rows for layout in self.buckets.prefill_layouts}
+        size = self.buckets.max_pages * self.buckets.page_size
         self._no_history: dict[int, jax.Array] = {
             num_rows: jax.device_put(np.zeros((num_rows, size), np.int32), self._replicated)
             for num_rows in chunk_rows
         }
         self._open_masks: dict[int, TokenMasks] = {
-            num_rows: jax.device_put(open_masks(num_rows, config.vocab_size), self._replicated)
-            for num_rows in {*decode_rows(num_slots), *chunk_rows}
+            num_rows: jax.device_put(open_masks(num_rows, self.vocab_size), self._replicated)
+            for num_rows in {*decode_rows(self.num_slots), *chunk_rows}
         }
-        in_place: dict[str, Any] = {"out_shardings": self._replicated, "donate_argnums": 0}
-        self._insert = jax.jit(insert_row, **in_place)
-        self._deactivate = jax.jit(deactivate, **in_place)
-        self._add_pages = jax.jit(add_pages, **in_place)
 
     def _jit_model(
         self, step: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
