@@ -121,6 +121,7 @@ def _deployment(cores: Sequence[int], roles: Sequence[Role], chunk: int) -> Depl
         engine=EngineConfig(
             max_model_len=MAX_MODEL_LEN,
             prefill_chunk=chunk,
+            prefill_buckets=(chunk,),
             context_buckets=(MAX_MODEL_LEN // 2, MAX_MODEL_LEN),
             max_steps_per_call=1,  # a token a step, or gaps would come in groups
         ),

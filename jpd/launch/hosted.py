@@ -127,21 +127,26 @@ def launch_hosts(
     model.require_source()
     token = read_token(deployment.security, deployment.file) or secrets.token_urlsafe(32)
     security = read_security(deployment.security, deployment.file, token)
+    grammars = grammar_compiler(model)  # it reads its vocabulary while the hosts compile
     supervisor = HostSupervisor(launcher, deployment.launch, security, progress)
-    supervisor.start(
-        [
-            HostOrders(
-                host=host.name,
-                deployment=deployment,
-                model=model.spec,
-                weights=model.config.weights,
-                can_prefill_locally=can_prefill_locally,
-                token=token,
-            )
-            for host in deployment.hosts
-        ]
-    )
-    return HostedFleet(model, deployment, supervisor, security, grammar_compiler(model))
+    orders = [
+        HostOrders(
+            host=host.name,
+            deployment=deployment,
+            model=model.spec,
+            weights=model.config.weights,
+            can_prefill_locally=can_prefill_locally,
+            token=token,
+        )
+        for host in deployment.hosts
+    ]
+    try:
+        supervisor.start(orders)
+    except BaseException:
+        if grammars is not None:
+            grammars.close()
+        raise
+    return HostedFleet(model, deployment, supervisor, security, grammars)
 
 
 def _check_addresses(deployment: DeploymentConfig) -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14jpd/rpc/worker.proto\x12\rjpd.worker.v1\"]\n\x0e\x43onnectRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1a\n\x12\x66ingerprint_record\x18\x02 \x01(\x0c\x12\x15\n\rclock_seconds\x18\x03 \x01(\x01\"~\n\x0f\x43onnectResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1a\n\x12\x66ingerprint_record\x18\x02 \x01(\x0c\x12\x15\n\rclock_seconds\x18\x03 \x01(\x01\x12\x0f\n\x07session\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\x0c\"\x0e\n\x0cWatchRequest\">\n\rWatchResponse\x12\x16\n\x0estatus_records\x18\x01 \x03(\x0c\x12\x15\n\rfreed_workers\x18\x02 \x03(\t\"8\n\x0eReserveRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\x0e\x61ttempt_record\x18\x02 \x01(\x0c\"<\n\x0fReserveResponse\x12\x1a\n\x12reservation_record\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\x0c\"T\n\x0ePrefillRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\x0e\x61ttempt_record\x18\x02 \x01(\x0c\x12\x1a\n\x12reservation_record\x18\x03 \x01(\x0c\"7\n\x0fPrefillResponse\x12\x15\n\rresult_record\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\x0c\"K\n\rDecodeRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x03 \x01(\x03\"5\n\x0e\x44\x65\x63odeResponse\x12\x14\n\x0c\x65vent_record\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\x0c\"3\n\rCancelRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\"L\n\x13TellPrefixesRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"=\n\x14TellPrefixesResponse\x12\x16\n\x0e\x63hanges_record\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\x0c\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x1e\n\rDrainResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\".\n\x0eSetRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\" \n\x0fSetRoleResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\"\'\n\x0fSetPeersRequest\x12\x14\n\x0cpeers_record\x18\x01 \x01(\x0c\"!\n\x10SetPeersResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\"\"\n\rLogitsRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"A\n\x0eLogitsResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\x32\xbf\x06\n\nWorkerHost\x12H\n\x07\x43onnect\x12\x1d.jpd.worker.v1.ConnectRequest\x1a\x1e.jpd.worker.v1.ConnectResponse\x12\x46\n\x05Watch\x12\x1b.jpd.worker.v1.WatchRequest\x1a\x1c.jpd.worker.v1.WatchResponse(\x01\x30\x01\x12H\n\x07Reserve\x12\x1d.jpd.worker.v1.ReserveRequest\x1a\x1e.jpd.worker.v1.ReserveResponse\x12H\n\x07Prefill\x12\x1d.jpd.worker.v1.PrefillRequest\x1a\x1e.jpd.worker.v1.PrefillResponse\x12G\n\x06\x44\x65\x63ode\x12\x1c.jpd.worker.v1.DecodeRequest\x1a\x1d.jpd.worker.v1.DecodeResponse0\x01\x12\x45\n\x06\x43\x61ncel\x12\x1c.jpd.worker.v1.CancelRequest\x1a\x1d.jpd.worker.v1.CancelResponse\x12W\n\x0cTellPrefixes\x12\".jpd.worker.v1.TellPrefixesRequest\x1a#.jpd.worker.v1.TellPrefixesResponse\x12\x42\n\x05\x44rain\x12\x1b.jpd.worker.v1.DrainRequest\x1a\x1c.jpd.worker.v1.DrainResponse\x12H\n\x07SetRole\x12\x1d.jpd.worker.v1.SetRoleRequest\x1a\x1e.jpd.worker.v1.SetRoleResponse\x12K\n\x08SetPeers\x12\x1e.jpd.worker.v1.SetPeersRequest\x1a\x1f.jpd.worker.v1.SetPeersResponse\x12G\n\x06Logits\x12\x1c.jpd.worker.v1.LogitsRequest\x1a\x1d.jpd.worker.v1.LogitsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14jpd/rpc/worker.proto\x12\rjpd.worker.v1\"m\n\x0e\x43onnectRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1a\n\x12\x66ingerprint_record\x18\x02 \x01(\x0c\x12\x15\n\rclock_seconds\x18\x03 \x01(\x01\x12\x0e\n\x06router\x18\x04 \x01(\t\"~\n\x0f\x43onnectResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1a\n\x12\x66ingerprint_record\x18\x02 \x01(\x0c\x12\x15\n\rclock_seconds\x18\x03 \x01(\x01\x12\x0f\n\x07session\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\x0c\"\x0e\n\x0cWatchRequest\">\n\rWatchResponse\x12\x16\n\x0estatus_records\x18\x01 \x03(\x0c\x12\x15\n\rfreed_workers\x18\x02 \x03(\t\"8\n\x0eReserveRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\x0e\x61ttempt_record\x18\x02 \x01(\x0c\"<\n\x0fReserveResponse\x12\x1a\n\x12reservation_record\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\x0c\"T\n\x0ePrefillRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\x0e\x61ttempt_record\x18\x02 \x01(\x0c\x12\x1a\n\x12reservation_record\x18\x03 \x01(\x0c\"7\n\x0fPrefillResponse\x12\x15\n\rresult_record\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\x0c\"K\n\rDecodeRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x03 \x01(\x03\"5\n\x0e\x44\x65\x63odeResponse\x12\x14\n\x0c\x65vent_record\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\x0c\"3\n\rCancelRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\"L\n\x13TellPrefixesRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"=\n\x14TellPrefixesResponse\x12\x16\n\x0e\x63hanges_record\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\x0c\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x1e\n\rDrainResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\".\n\x0eSetRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\" \n\x0fSetRoleResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\"\'\n\x0fSetPeersRequest\x12\x14\n\x0cpeers_record\x18\x01 \x01(\x0c\"!\n\x10SetPeersResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\"\"\n\rLogitsRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"A\n\x0eLogitsResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\x32\xbf\x06\n\nWorkerHost\x12H\n\x07\x43onnect\x12\x1d.jpd.worker.v1.ConnectRequest\x1a\x1e.jpd.worker.v1.ConnectResponse\x12\x46\n\x05Watch\x12\x1b.jpd.worker.v1.WatchRequest\x1a\x1c.jpd.worker.v1.WatchResponse(\x01\x30\x01\x12H\n\x07Reserve\x12\x1d.jpd.worker.v1.ReserveRequest\x1a\x1e.jpd.worker.v1.ReserveResponse\x12H\n\x07Prefill\x12\x1d.jpd.worker.v1.PrefillRequest\x1a\x1e.jpd.worker.v1.PrefillResponse\x12G\n\x06\x44\x65\x63ode\x12\x1c.jpd.worker.v1.DecodeRequest\x1a\x1d.jpd.worker.v1.DecodeResponse0\x01\x12\x45\n\x06\x43\x61ncel\x12\x1c.jpd.worker.v1.CancelRequest\x1a\x1d.jpd.worker.v1.CancelResponse\x12W\n\x0cTellPrefixes\x12\".jpd.worker.v1.TellPrefixesRequest\x1a#.jpd.worker.v1.TellPrefixesResponse\x12\x42\n\x05\x44rain\x12\x1b.jpd.worker.v1.DrainRequest\x1a\x1c.jpd.worker.v1.DrainResponse\x12H\n\x07SetRole\x12\x1d.jpd.worker.v1.SetRoleRequest\x1a\x1e.jpd.worker.v1.SetRoleResponse\x12K\n\x08SetPeers\x12\x1e.jpd.worker.v1.SetPeersRequest\x1a\x1f.jpd.worker.v1.SetPeersResponse\x12G\n\x06Logits\x12\x1c.jpd.worker.v1.LogitsRequest\x1a\x1d.jpd.worker.v1.LogitsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,49 +32,49 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jpd.rpc.worker_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONNECTREQUEST']._serialized_start=39
-  _globals['_CONNECTREQUEST']._serialized_end=132
-  _globals['_CONNECTRESPONSE']._serialized_start=134
-  _globals['_CONNECTRESPONSE']._serialized_end=260
-  _globals['_WATCHREQUEST']._serialized_start=262
-  _globals['_WATCHREQUEST']._serialized_end=276
-  _globals['_WATCHRESPONSE']._serialized_start=278
-  _globals['_WATCHRESPONSE']._serialized_end=340
-  _globals['_RESERVEREQUEST']._serialized_start=342
-  _globals['_RESERVEREQUEST']._serialized_end=398
-  _globals['_RESERVERESPONSE']._serialized_start=400
-  _globals['_RESERVERESPONSE']._serialized_end=460
-  _globals['_PREFILLREQUEST']._serialized_start=462
-  _globals['_PREFILLREQUEST']._serialized_end=546
-  _globals['_PREFILLRESPONSE']._serialized_start=548
-  _globals['_PREFILLRESPONSE']._serialized_end=603
-  _globals['_DECODEREQUEST']._serialized_start=605
-  _globals['_DECODEREQUEST']._serialized_end=680
-  _globals['_DECODERESPONSE']._serialized_start=682
-  _globals['_DECODERESPONSE']._serialized_end=735
-  _globals['_CANCELREQUEST']._serialized_start=737
-  _globals['_CANCELREQUEST']._serialized_end=788
-  _globals['_CANCELRESPONSE']._serialized_start=790
-  _globals['_CANCELRESPONSE']._serialized_end=821
-  _globals['_TELLPREFIXESREQUEST']._serialized_start=823
-  _globals['_TELLPREFIXESREQUEST']._serialized_end=899
-  _globals['_TELLPREFIXESRESPONSE']._serialized_start=901
-  _globals['_TELLPREFIXESRESPONSE']._serialized_end=962
-  _globals['_DRAINREQUEST']._serialized_start=964
-  _globals['_DRAINREQUEST']._serialized_end=994
-  _globals['_DRAINRESPONSE']._serialized_start=996
-  _globals['_DRAINRESPONSE']._serialized_end=1026
-  _globals['_SETROLEREQUEST']._serialized_start=1028
-  _globals['_SETROLEREQUEST']._serialized_end=1074
-  _globals['_SETROLERESPONSE']._serialized_start=1076
-  _globals['_SETROLERESPONSE']._serialized_end=1108
-  _globals['_SETPEERSREQUEST']._serialized_start=1110
-  _globals['_SETPEERSREQUEST']._serialized_end=1149
-  _globals['_SETPEERSRESPONSE']._serialized_start=1151
-  _globals['_SETPEERSRESPONSE']._serialized_end=1184
-  _globals['_LOGITSREQUEST']._serialized_start=1186
-  _globals['_LOGITSREQUEST']._serialized_end=1220
-  _globals['_LOGITSRESPONSE']._serialized_start=1222
-  _globals['_LOGITSRESPONSE']._serialized_end=1287
-  _globals['_WORKERHOST']._serialized_start=1290
-  _globals['_WORKERHOST']._serialized_end=2121
+  _globals['_CONNECTREQUEST']._serialized_end=148
+  _globals['_CONNECTRESPONSE']._serialized_start=150
+  _globals['_CONNECTRESPONSE']._serialized_end=276
+  _globals['_WATCHREQUEST']._serialized_start=278
+  _globals['_WATCHREQUEST']._serialized_end=292
+  _globals['_WATCHRESPONSE']._serialized_start=294
+  _globals['_WATCHRESPONSE']._serialized_end=356
+  _globals['_RESERVEREQUEST']._serialized_start=358
+  _globals['_RESERVEREQUEST']._serialized_end=414
+  _globals['_RESERVERESPONSE']._serialized_start=416
+  _globals['_RESERVERESPONSE']._serialized_end=476
+  _globals['_PREFILLREQUEST']._serialized_start=478
+  _globals['_PREFILLREQUEST']._serialized_end=562
+  _globals['_PREFILLRESPONSE']._serialized_start=564
+  _globals['_PREFILLRESPONSE']._serialized_end=619
+  _globals['_DECODEREQUEST']._serialized_start=621
+  _globals['_DECODEREQUEST']._serialized_end=696
+  _globals['_DECODERESPONSE']._serialized_start=698
+  _globals['_DECODERESPONSE']._serialized_end=751
+  _globals['_CANCELREQUEST']._serialized_start=753
+  _globals['_CANCELREQUEST']._serialized_end=804
+  _globals['_CANCELRESPONSE']._serialized_start=806
+  _globals['_CANCELRESPONSE']._serialized_end=837
+  _globals['_TELLPREFIXESREQUEST']._serialized_start=839
+  _globals['_TELLPREFIXESREQUEST']._serialized_end=915
+  _globals['_TELLPREFIXESRESPONSE']._serialized_start=917
+  _globals['_TELLPREFIXESRESPONSE']._serialized_end=978
+  _globals['_DRAINREQUEST']._serialized_start=980
+  _globals['_DRAINREQUEST']._serialized_end=1010
+  _globals['_DRAINRESPONSE']._serialized_start=1012
+  _globals['_DRAINRESPONSE']._serialized_end=1042
+  _globals['_SETROLEREQUEST']._serialized_start=1044
+  _globals['_SETROLEREQUEST']._serialized_end=1090
+  _globals['_SETROLERESPONSE']._serialized_start=1092
+  _globals['_SETROLERESPONSE']._serialized_end=1124
+  _globals['_SETPEERSREQUEST']._serialized_start=1126
+  _globals['_SETPEERSREQUEST']._serialized_end=1165
+  _globals['_SETPEERSRESPONSE']._serialized_start=1167
+  _globals['_SETPEERSRESPONSE']._serialized_end=1200
+  _globals['_LOGITSREQUEST']._serialized_start=1202
+  _globals['_LOGITSREQUEST']._serialized_end=1236
+  _globals['_LOGITSRESPONSE']._serialized_start=1238
+  _globals['_LOGITSRESPONSE']._serialized_end=1303
+  _globals['_WORKERHOST']._serialized_start=1306
+  _globals['_WORKERHOST']._serialized_end=2137
 # @@protoc_insertion_point(module_scope)

@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("protocol_version", "fingerprint_record", "clock_seconds")
+    __slots__ = ("protocol_version", "fingerprint_record", "clock_seconds", "router")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_RECORD_FIELD_NUMBER: _ClassVar[int]
     CLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     fingerprint_record: bytes
     clock_seconds: float
-    def __init__(self, protocol_version: _Optional[int] = ..., fingerprint_record: _Optional[bytes] = ..., clock_seconds: _Optional[float] = ...) -> None: ...
+    router: str
+    def __init__(self, protocol_version: _Optional[int] = ..., fingerprint_record: _Optional[bytes] = ..., clock_seconds: _Optional[float] = ..., router: _Optional[str] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("protocol_version", "fingerprint_record", "clock_seconds", "session", "error")

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 BEAT_SECONDS = 0.25
 """How often both ends say that they are there."""
 SILENCE_SECONDS = 1.6
-"""Without a word for this long the other end is lost."""
+"""A host without a word for this long is lost."""
+ROUTER_SILENCE_SECONDS = 10.0
+"""A router; nobody waits for it, and what it held is only in the way of others."""
 OWN_SHARE = 0.25
 
 Sign = TypeVar("Sign")

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -88,6 +89,7 @@ class HostConnection:
     ) -> None:
         self._place, self._fingerprint, self._security = place, fingerprint, security
         self._silence_seconds = silence_seconds
+        self._router = uuid.uuid4().hex
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
@@ -170,6 +172,7 @@ class HostConnection:
             protocol_version=PROTOCOL_VERSION,
             fingerprint_record=dump(self._fingerprint),
             clock_seconds=asked,
+            router=self._router,
         )
         answer = await stub.Connect(
             request, timeout=CONNECT_SECONDS, metadata=self._security.metadata

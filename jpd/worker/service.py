@@ -21,7 +21,7 @@ from jpd.errors import ConfigError, Problem, WorkerError
 from jpd.rpc import worker_pb2 as pb
 from jpd.rpc.failures import dump_error
 from jpd.rpc.records import dump, load
-from jpd.worker.beats import BEAT_SECONDS, SILENCE_SECONDS, hear
+from jpd.worker.beats import BEAT_SECONDS, ROUTER_SILENCE_SECONDS, hear
 from jpd.worker.fingerprint import PROTOCOL_VERSION, Fingerprint, differences
 from jpd.worker.protocol import Attempt, DecodeEvent, Reservation, Role, WorkerClient
 from jpd.worker.session import Session, Sessions
@@ -66,7 +66,7 @@ class HostParts:
 class WorkerService:
     """Implements jpd.worker.v1.WorkerHost."""
 
-    def __init__(self, parts: HostParts, silence_seconds: float = SILENCE_SECONDS) -> None:
+    def __init__(self, parts: HostParts, silence_seconds: float = ROUTER_SILENCE_SECONDS) -> None:
         self._parts, self._silence_seconds = parts, silence_seconds
         self._sessions = Sessions(parts.clients)
         self._freed: dict[asyncio.Event, set[str]] = {}  # by Watch call
@@ -85,7 +85,8 @@ class WorkerService:
             answer.error = dump_error(error, self._parts.name)
         else:
             offset = answer.clock_seconds - request.clock_seconds
-            answer.session = self._sessions.open(offset).session_id
+            session = await self._sessions.open(request.router, offset)
+            answer.session = session.session_id
         return answer
 
     def _check_same(self, request: pb.ConnectRequest) -> None:

@@ -21,6 +21,7 @@ class Session:
     """One router's time with this host."""
 
     session_id: str
+    router: str
     clock_offset: float  # this host's clock − the router's
     opened_time: float
     is_watched: bool = False
@@ -34,10 +35,13 @@ class Sessions:
         self._clients = clients
         self._sessions: dict[str, Session] = {}
 
-    def open(self, clock_offset: float) -> Session:
+    async def open(self, router: str, clock_offset: float) -> Session:
+        """A new one; the one that this router had before is over."""
         now = asyncio.get_running_loop().time()
         self._drop_unwatched(now)
-        session = Session(uuid.uuid4().hex, clock_offset, now)
+        for before in [one for one in self._sessions.values() if one.router == router]:
+            await self.end(before)
+        session = Session(uuid.uuid4().hex, router, clock_offset, now)
         self._sessions[session.session_id] = session
         return session
 

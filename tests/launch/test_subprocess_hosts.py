@@ -19,6 +19,7 @@ from jpd.config import HostConfig, LaunchConfig, WorkerConfig
 from jpd.errors import ConfigError
 from jpd.launch.hosted import HostedFleet, launch_hosts
 from jpd.launch.subprocess_hosts import HostProcess, SubprocessLauncher
+from jpd.mesh_file import resolve_dtypes
 from tests.launch.tiny_fleets import deployment, worker
 
 pytestmark = pytest.mark.slow
@@ -30,15 +31,18 @@ def on(host: str, config: WorkerConfig) -> WorkerConfig:
     return replace(config, host=host)
 
 
-TWO_HOSTS = replace(
-    deployment(
-        on("a", worker("one-0", "colocated", [0, 1])), on("b", worker("two-0", "colocated", [0]))
-    ),
-    hosts=(
-        HostConfig("a", "cpu", 2, cores=(min(os.sched_getaffinity(0)),)),
-        HostConfig("b", "cpu", 1, cores=(max(os.sched_getaffinity(0)),)),
-    ),
-    launch=LaunchConfig("subprocess"),
+TWO_HOSTS = resolve_dtypes(
+    replace(
+        deployment(
+            on("a", worker("one-0", "colocated", [0, 1])),
+            on("b", worker("two-0", "colocated", [0])),
+        ),
+        hosts=(
+            HostConfig("a", "cpu", 2, cores=(min(os.sched_getaffinity(0)),)),
+            HostConfig("b", "cpu", 1, cores=(max(os.sched_getaffinity(0)),)),
+        ),
+        launch=LaunchConfig("subprocess"),
+    )
 )
 
 

@@ -35,6 +35,12 @@ class Deployment:
     fleet: TestFleet
     router: Router
     links: dict[str, TcpLink]
+    services: list[WorkerService]
+
+    def num_held(self) -> int:
+        """Attempts that the hosts would free if the router were gone."""
+        sessions = [s for service in self.services for s in service._sessions._sessions.values()]
+        return sum(len(session.attempts) for session in sessions)
 
     async def ask(self, number: int, max_tokens: int) -> list[TokenOutput]:
         now = time.monotonic()
@@ -57,7 +63,7 @@ async def deployed() -> AsyncIterator[Deployment]:
     """Each worker on a host with an address of its own, each behind a link of its own."""
     async with contextlib.AsyncExitStack() as stack:
         running = await stack.enter_async_context(fleet(roles=ROLES, slots=8))
-        links, clients = {}, []
+        links, clients, services = {}, [], []
         for address, worker in HOSTS.items():
             parts = HostParts(
                 address,
@@ -66,7 +72,8 @@ async def deployed() -> AsyncIterator[Deployment]:
                 lambda peers: None,
                 lambda ids: None,  # type: ignore[arg-type, return-value]
             )
-            server = HostServer(WorkerService(parts), SECURITY)
+            services.append(WorkerService(parts))
+            server = HostServer(services[-1], SECURITY)
             port = await server.start(address)
             stack.push_async_callback(server.stop, 0.0)
             links[worker] = await stack.enter_async_context(TcpLink(f"{address}:{port}"))
@@ -78,7 +85,7 @@ async def deployed() -> AsyncIterator[Deployment]:
         router = Router(clients, config, (), Metrics(), max_model_len=128, page_size=4)
         await router.start()
         stack.push_async_callback(router.close)
-        yield Deployment(running, router, links)
+        yield Deployment(running, router, links, services)
 
 
 def tokens_of(outputs: list[TokenOutput]) -> list[int]:
@@ -154,3 +161,19 @@ async def test_h05_five_requests_after_an_idle_time_in_which_the_link_was_cut() 
         await eventually(lambda: set(made.states().values()) == {"up"})
         for number in range(5):
             assert tokens_of(await made.ask(number, 5)) == expected(number, 5)
+
+
+async def test_c11_h04_mass_cancellation_over_the_wire_leaves_nothing_held() -> None:
+    async with deployed() as made:
+        for _ in range(3):
+            asked = [asyncio.create_task(made.ask(number, 60)) for number in range(60)]
+            await asyncio.sleep(0.1)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*(made.ask(number, 9) for number in range(20)))
+        assert [tokens_of(answer) for answer in answers] == [expected(n, 9) for n in range(20)]
+        await made.ask(1, 1)  # ends with its first token
+        await made.router.settle()
+        await made.fleet.assert_at_rest()
+        assert made.num_held() == 0

@@ -70,7 +70,8 @@ def parts_of(running: TestFleet, fingerprint: Fingerprint = FINGERPRINT) -> Host
 async def start_server(
     running: TestFleet, security: Security = OPEN, fingerprint: Fingerprint = FINGERPRINT
 ) -> tuple[HostServer, FakePlace]:
-    server = HostServer(WorkerService(parts_of(running, fingerprint)), security)
+    service = WorkerService(parts_of(running, fingerprint), silence_seconds=1.5)
+    server = HostServer(service, security)
     port = await server.start("127.0.0.1")
     return server, FakePlace(f"127.0.0.1:{port}")
 
