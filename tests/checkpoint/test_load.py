@@ -15,6 +15,7 @@ from jpd.checkpoint import load
 from jpd.checkpoint.load import load_params
 from jpd.checkpoint.model_source import open_model
 from jpd.checkpoint.progress import Progress
+from jpd.checkpoint.safetensors_source import INDEX_NAME
 from jpd.checkpoint.source import HostArray, Slices, TensorInfo
 from jpd.errors import ConfigError
 from jpd.nn.families import FAMILIES
@@ -148,6 +149,26 @@ def test_weights_may_be_stored_as_bfloat16_on_devices(golden_llama3: Path) -> No
         model.require_source(), model.config, abstract, make_meshes(2, (2,)), jnp.bfloat16
     )
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_weights_may_be_stored_in_any_float_and_in_shards(
+    checkpoint: Path, dtype: type[np.floating]
+) -> None:
+    """The other folders hold bfloat16 in one file."""
+    tensors = {name: values.astype(dtype) for name, values in read_tensors(checkpoint).items()}
+    (checkpoint / "model.safetensors").unlink()
+    weight_map = {}
+    for part in range(2):
+        file = f"model-{part}.safetensors"
+        names = sorted(tensors)[part::2]
+        write_tensors(checkpoint, {name: tensors[name] for name in names}, file)
+        weight_map |= dict.fromkeys(names, file)
+    (checkpoint / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    one, split = load_model(open_model(str(checkpoint)), (1, 2))
+    assert_equal_params(one, split)
+    table = np.asarray(one["embed.weight"])
+    np.testing.assert_array_equal(table, tensors[EMBED].astype(np.float32))
 
 
 def test_progress_counts_all_bytes_and_estimates_the_rest(golden_llama3: Path) -> None:
