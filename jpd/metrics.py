@@ -93,7 +93,12 @@ class Metrics:
         )
 
     def _add_gauges(self) -> None:
+        self.worker_up = self._gauge("worker_up", "1 while the worker can be given work", "worker")
+        self.kv_pages = self._gauge("kv_pages", "pages of the pool", "worker")
         self.kv_pages_in_use = self._gauge("kv_pages_in_use", "pages of live attempts", "worker")
+        self.kv_pages_cached = self._gauge(
+            "kv_pages_cached", "pages of the prefix cache alone, which can be evicted", "worker"
+        )
         self.prefill_is_missing = self._gauge(
             "prefill_is_missing", "1 while the fleet has prefill workers and none is available"
         )
@@ -106,6 +111,18 @@ class Metrics:
         """A request that breaks a rule, ended before it was begun."""
         self.requests.labels("failed").inc()
         self.requests_failed.labels("bad_request").inc()
+
+    def observe_pool(self, worker: str, num_pages: int, num_used: int, num_cached: int) -> None:
+        """How full the KV pool of a worker is."""
+        self.kv_pages.labels(worker).set(num_pages)
+        self.kv_pages_in_use.labels(worker).set(num_used)
+        self.kv_pages_cached.labels(worker).set(num_cached)
+
+    def forget_worker(self, worker: str) -> None:
+        """It was removed: its gauges would stand still for ever."""
+        for gauge in (self.worker_up, self.kv_pages, self.kv_pages_in_use, self.kv_pages_cached):
+            gauge.remove_by_labels({"worker": worker})
+        self.requests_running.remove_by_labels({"worker": worker})
 
     def observe_phases(self, timeline: Timeline, num_output_tokens: int) -> None:
         """Account for a request that ended; phases it never reached are left out."""

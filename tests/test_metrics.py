@@ -8,7 +8,8 @@ from jpd.request import Timeline
 NAMES = """
 time_to_first_token_seconds inter_token_latency_seconds time_per_output_token_seconds
 request_queue_seconds request_prefill_seconds kv_transfer_seconds kv_transfer_bytes_total
-kv_pages_in_use prefix_cache_hit_tokens_total requests_total requests_failed_total
+kv_pages_in_use kv_pages kv_pages_cached worker_up prefix_cache_hit_tokens_total requests_total
+requests_failed_total
 compilations_after_ready_total router_decisions_total retries_total requests_waiting
 requests_running unknown_attempts_total late_kv_pieces_total prompt_tokens_total output_tokens_total
 replayed_tokens_total preemptions_total admissions_total placements_total prefill_is_missing
@@ -66,3 +67,16 @@ def test_phases_that_were_not_reached_are_not_observed() -> None:
     single = Timeline(prefill_seconds=1.0)
     metrics.observe_phases(single, num_output_tokens=1)
     assert metrics.value("jpd:time_per_output_token_seconds_count") == 1
+
+
+def test_a_removed_worker_leaves_no_gauge_standing() -> None:
+    metrics = Metrics()
+    for worker in ("decode-0", "decode-1"):
+        metrics.observe_pool(worker, 8, 5, 2)
+        metrics.worker_up.labels(worker).set(1)
+        metrics.requests_running.labels(worker, "decode").set(1)
+    metrics.forget_worker("decode-0")
+    text = metrics.render().decode()
+    assert 'worker="decode-0"' not in text
+    assert metrics.value("jpd:kv_pages", worker="decode-1") == 8
+    assert metrics.value("jpd:kv_pages_cached", worker="decode-1") == 2

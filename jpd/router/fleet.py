@@ -128,6 +128,7 @@ class Fleet:
             raise ValueError(f"two workers are named {name!r}")
         watch = Watch(name)
         watch.go_down("its first status is awaited")
+        self._metrics.worker_up.labels(name).set(0)
         running = self._metrics.requests_running
         rows, prefills = running.labels(name, "decode"), running.labels(name, "prefill")
         self._entries[name] = entry = WorkerEntry(client, watch, rows.set, prefills.set)
@@ -142,6 +143,7 @@ class Fleet:
         assert not entry.has_work, f"{worker} still has work"
         self._touch(worker)
         self._tripped.discard(worker)
+        self._metrics.forget_worker(worker)
         del self._entries[worker]
         self.rates.forget(worker)
         self.prefixes.remove_worker(worker)
@@ -289,7 +291,9 @@ class Fleet:
         if before is None or before.last_step_time != status.last_step_time:
             entry.progress_time = self._clock()
         self._count_events(before, status)
-        self._metrics.kv_pages_in_use.labels(status.name).set(status.num_pages_used)
+        self._metrics.observe_pool(
+            status.name, status.num_pages, status.num_pages_used, status.num_pages_cached
+        )
         entry.status = status
 
     def _count_events(self, before: WorkerStatus | None, status: WorkerStatus) -> None:
@@ -318,6 +322,7 @@ class Fleet:
         if entry.watch.down_reason != reason:
             _log.warning("worker %s is down: %s", worker, reason)
             entry.watch.go_down(reason)
+            self._metrics.worker_up.labels(worker).set(0)
             self._note_mode()
             self._on_change()
 
@@ -326,6 +331,7 @@ class Fleet:
         if entry.watch.is_down:
             _log.info("worker %s is up", worker)
             entry.watch.come_up()
+            self._metrics.worker_up.labels(worker).set(1)
             self._note_mode()
             self._on_change()
 

@@ -18,6 +18,11 @@ def workers(**options: float) -> list[FakeWorker]:
     ]
 
 
+def gauges(made: Rig) -> bytes:
+    wanted = (b"jpd:kv_pages", b"jpd:worker_up", b"jpd:requests_running")
+    return b"".join(x for x in made.metrics.render().splitlines() if x.startswith(wanted))
+
+
 def line(made: Rig, worker: str) -> tuple[str, str]:
     found = next(line for line in made.router.roster.lines() if line.name == worker)
     return found.role, found.state
@@ -90,6 +95,8 @@ async def test_workers_are_added_and_removed_while_serving() -> None:
         await asyncio.sleep(0.3)
         await made.router.roster.add(added)
         assert line(made, "decode-2") == ("decode", "up")
+        assert made.metrics.value("jpd:worker_up", worker="decode-2") == 1
+        assert made.metrics.value("jpd:kv_pages", worker="decode-2") == added.num_pages
         await made.router.roster.remove("decode-0")
         assert [entry.name for entry in made.router.roster.lines()] == [
             "prefill-0",
@@ -108,9 +115,12 @@ async def test_workers_are_added_and_removed_while_serving() -> None:
 @virtual
 async def test_a_lost_worker_can_be_removed() -> None:
     async with rig(*workers()) as made:
+        assert made.metrics.value("jpd:worker_up", worker="decode-0") == 1
         made["decode-0"].die()
         await asyncio.sleep(1.0)
+        assert made.metrics.value("jpd:worker_up", worker="decode-0") == 0
         await made.router.roster.remove("decode-0")
         del made.workers["decode-0"]
+        assert b'worker="decode-0"' not in gauges(made)
         assert made.router.health().status == "ok"
         assert (await made.ask(made.request())).token_ids == counted([1, 2, 3], 5)
