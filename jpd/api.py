@@ -44,6 +44,7 @@ from jpd.planner.deployment_plan import plan_deployment
 from jpd.planner.roofline import seed_rates
 from jpd.router.health import Health
 from jpd.router.rates import RateSeed
+from jpd.router.trace import TraceLog
 
 LOOPBACK = "127.0.0.1"
 DRAIN_SECONDS = 5.0
@@ -105,6 +106,7 @@ class Server:
         tool_call_parser: str | None = None,
     ) -> None:
         self.metrics = Metrics()
+        self.trace = TraceLog()
         self._deployment = deployment
         self._start_fleet = start_fleet
         self._rate_seeds = rate_seeds
@@ -129,6 +131,7 @@ class Server:
                 self._fleet,
                 read_token(self._deployment.security, self._deployment.file),
                 self._rate_seeds,
+                self.trace,
             )
             self._loop.run(self._backend.start())
         except BaseException:

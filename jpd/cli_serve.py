@@ -6,6 +6,7 @@ The ready line goes to stdout, everything else to stderr. After it nothing compi
 import argparse
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from jpd.errors import ConfigError, Problem
 from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.server import Endpoints
 from jpd.frontend.tool_formats import FORMATS
+from jpd.router.trace import chrome_trace
 
 HELP = "serve over HTTP (OpenAI's API) and gRPC until SIGINT or SIGTERM"
 API_KEY_VARIABLE = "JPD_API_KEY"
@@ -56,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(API_KEY_VARIABLE) or None,
         metavar="K",
         help=f"that callers must send as a Bearer token; better in ${API_KEY_VARIABLE}",
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="written at the end: phases of the last requests, for ui.perfetto.dev",
     )
     parser.add_argument("--tls-cert", metavar="FILE", help="PEM; the doors speak TLS only")
     parser.add_argument("--tls-key", metavar="FILE", help="of the certificate, PEM")
@@ -100,6 +108,15 @@ def _check_ports(host: str, numbers: Sequence[int]) -> None:
             probe.listen()  # two bound sockets may share a port, two that listen may not
 
 
+def _check_writable(path: Path) -> None:
+    """Learn now that the file cannot be written. Raises ConfigError."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        raise ConfigError([Problem("jpd serve", "--timeline", str(path), rule)]) from error
+
+
 def run(options: argparse.Namespace) -> int:
     logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr, force=True)
     logging.getLogger("jpd").setLevel(logging.INFO)
@@ -107,6 +124,8 @@ def run(options: argparse.Namespace) -> int:
     _check_ports(options.host, (options.http_port, options.grpc_port))
     files = [None if name is None else Path(name) for name in (options.tls_cert, options.tls_key)]
     DoorSecurity(options.api_key, *files)  # learn what is wrong before the weights are loaded
+    if options.timeline is not None:
+        _check_writable(options.timeline)
     model, deployment = load_pair(options, chat_template=options.chat_template)
     if options.insecure:
         security = dataclasses.replace(deployment.security, insecure=True)
@@ -131,6 +150,8 @@ def run(options: argparse.Namespace) -> int:
         signal = server.wait_for_signal(when_armed=lambda: print(ready, flush=True))
         print(f"{signal.name}: draining up to {options.drain_seconds:g} s", file=sys.stderr)
         server.close(options.drain_seconds)
+        if options.timeline is not None:
+            options.timeline.write_text(json.dumps(chrome_trace(server.trace.requests())))
     return 0
 
 

@@ -172,6 +172,11 @@ def test_serve_opens_both_doors_and_close_shuts_them(
         assert choice["details"]["decode_worker"] == "decode-0"
         health = httpx.get(f"{url}/health").json()
         assert (health["status"], health["reasons"]) == ("ok", [])
+        events = httpx.get(f"{url}/timeline").json()["traceEvents"]
+        lanes = [event["args"]["name"] for event in events if event["ph"] == "M"]
+        assert lanes == ["queue", "decode-0", "prefill-0"]
+        assert {event["name"] for event in events if event["ph"] == "X"} >= {"prefill", "decode"}
+        assert len(server.trace.requests()) == 1
         assert {worker["state"] for worker in health["workers"]} == {"up"}
         assert "jpd:requests_total" in httpx.get(f"{url}/metrics").text
         error = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "slo": "x"})

@@ -26,6 +26,7 @@ from jpd.metrics import Metrics
 from jpd.router.health import Health
 from jpd.router.rates import RateSeed
 from jpd.router.router import Router
+from jpd.router.trace import TraceLog
 from jpd.worker.protocol import WorkerClient
 
 END_SECONDS = 1.0
@@ -45,8 +46,10 @@ class Backend:
         hosts: HostRunner | None = None,
         admin_token: str | None = None,
         rate_seeds: Mapping[str, RateSeed] | None = None,
+        trace: TraceLog | None = None,
     ) -> None:
         self._metrics = metrics
+        self._trace = TraceLog() if trace is None else trace
         self._admin_token = admin_token
         self._hosts_of = {worker.name: worker.host for worker in deployment.workers}
         self._router = Router(
@@ -60,6 +63,7 @@ class Backend:
             vocab_size=model.vocab_size,
             short_context=model.short_context,
             seeds=rate_seeds,
+            trace=self._trace,
         )
         self._workforce = None if hosts is None else Workforce(self._router.roster, hosts)
         timeout_seconds = deployment.router.request_timeout_seconds
@@ -102,7 +106,13 @@ class Backend:
         self, host: str, http_port: int | None, grpc_port: int | None, security: DoorSecurity
     ) -> Endpoints:
         """Open doors; may be called again for other ports. Raises OSError."""
-        facts = ServerFacts(self._report, self._metrics.render, self._workforce, self._admin_token)
+        facts = ServerFacts(
+            self._report,
+            self._metrics.render,
+            self._workforce,
+            self._admin_token,
+            self._trace.requests,
+        )
         doors = FrontendServer(self._service, facts, security=security)
         endpoints = await doors.start(host, http_port, grpc_port)
         self._doors.append(doors)

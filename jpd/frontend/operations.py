@@ -3,7 +3,9 @@
 Knows TextService and callables that tell health and metrics; no router. Mounted by `openai_http`.
 """
 
-from collections.abc import Callable
+import asyncio
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -20,6 +22,7 @@ from jpd.frontend.tool_fields import read_tools
 from jpd.frontend.workforce import Workforce
 from jpd.metrics import CONTENT_TYPE
 from jpd.router.health import WorkerHealth
+from jpd.router.trace import RequestTrace, chrome_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class ServerFacts:
     render_metrics: Callable[[], bytes]
     workforce: Workforce | None = None
     admin_token: str | None = None  # of operators on other machines; None: there are none
+    traces: Callable[[], Sequence[RequestTrace]] = tuple  # of the last requests
 
 
 class OperationRoutes:
@@ -53,6 +57,7 @@ class OperationRoutes:
         add("/health", self.health, methods=["GET"], response_model=None)
         add("/version", self.version, methods=["GET"], response_model=None)
         add("/metrics", self.metrics, methods=["GET"], response_model=None)
+        add("/timeline", self.timeline, methods=["GET"], response_model=None)
         add("/tokenize", self.tokenize, methods=["POST"], response_model=None)
         add("/detokenize", self.detokenize, methods=["POST"], response_model=None)
 
@@ -79,6 +84,12 @@ class OperationRoutes:
     async def metrics(self) -> Response:
         """Prometheus text."""
         return Response(self._facts.render_metrics(), headers={"content-type": CONTENT_TYPE})
+
+    async def timeline(self) -> Response:
+        """Phases of the last requests by worker, for chrome://tracing and ui.perfetto.dev."""
+        requests = self._facts.traces()
+        content = await asyncio.to_thread(lambda: json.dumps(chrome_trace(requests)))
+        return Response(content, media_type="application/json")
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or of chat messages, as generation would make them."""

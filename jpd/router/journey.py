@@ -271,6 +271,7 @@ class Journey:
         self._parts.placement.note_output(len(record.sent_token_ids))
         self._mailbox.put(replace(output, finish_reason=finish_reason, timeline=self._timeline))
         account_end(self._metrics, record, None)
+        self._parts.trace.note(record)
         self._mailbox.end(None)
         return True
 
@@ -355,4 +356,5 @@ class Journey:
         if record.is_live:
             record.advance(state, self._clock())
             account_end(self._metrics, record, error, self._fatal_fault)
+            self._parts.trace.note(record)
         self._mailbox.end(error)

@@ -10,6 +10,7 @@ from jpd.router.fleet import Fleet
 from jpd.router.placement import Placement
 from jpd.router.releases import Releases
 from jpd.router.sessions import SessionTable
+from jpd.router.trace import TraceLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +26,5 @@ class RouterParts:
     sessions: SessionTable
     releases: Releases
     metrics: Metrics
+    trace: TraceLog
     clock: Callable[[], float]  # seconds of time.monotonic, or a test's own

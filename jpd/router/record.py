@@ -55,6 +55,25 @@ class ResolvedRequest:
         return self.sampling.max_tokens
 
 
+_PHASES: Mapping[RequestState, str] = {
+    _S.WAITING: "queue",
+    _S.RESERVED: "prefill",
+    _S.PREFILLING: "prefill",
+    _S.TRANSFERRING: "transfer",
+    _S.DECODING: "decode",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """One phase of one attempt, in seconds of the router's clock."""
+
+    phase: str  # queue, prefill, transfer or decode
+    worker: str  # "" while none has it
+    start: float
+    end: float
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One live request. Mutated on the router's event loop only."""
@@ -74,6 +93,7 @@ class RequestRecord:
     avoided_workers: set[str] = field(default_factory=set)  # only when there is no other
     must_be_local: bool = False  # the failure table decided so
     page_hashes: PageHashes | None = None  # of the prompt, once asked for
+    spans: list[PhaseSpan] = field(default_factory=list)  # those of its phases that took time
 
     @property
     def request(self) -> Request:
@@ -93,6 +113,7 @@ class RequestRecord:
         if is_empty or state not in TRANSITIONS[self.state]:
             raise IllegalTransitionError(f"{self.internal_id}: {self.state} -> {state}")
         self._charge(max(0.0, now - self.phase_started))
+        self._note_span(now)
         self.phase_started = max(now, self.phase_started)
         self.state = state
 
@@ -106,6 +127,19 @@ class RequestRecord:
                 self.timeline.transfer_seconds += seconds
             case _:
                 self.timeline.decode_seconds += seconds
+
+    def _note_span(self, now: float) -> None:
+        phase, start = _PHASES[self.state], self.phase_started
+        if now <= start:
+            return
+        timeline = self.timeline
+        names = {"queue": "", "prefill": timeline.prefill_worker}
+        worker = names.get(phase, timeline.decode_worker)
+        last = self.spans[-1] if self.spans else None
+        if last is not None and (last.phase, last.worker, last.end) == (phase, worker, start):
+            self.spans.pop()
+            start = last.start
+        self.spans.append(PhaseSpan(phase, worker, start, now))
 
     def next_attempt(self) -> Attempt:
         """The prompt and all tokens sent so far, what is left to ask for, and a new id."""

@@ -33,6 +33,7 @@ from jpd.router.resolve import Limits, resolve
 from jpd.router.roster import Roster
 from jpd.router.sessions import SessionTable
 from jpd.router.stream import Delivery, Mailbox, TokenStream
+from jpd.router.trace import TraceLog
 from jpd.worker.protocol import WorkerClient, WorkerStatus
 
 SEED_BITS = 63
@@ -57,11 +58,13 @@ class Router:
         poll_seconds: float = POLL_SECONDS,
         stuck_seconds: float = STUCK_SECONDS,
         seeds: Mapping[str, RateSeed] | None = None,
+        trace: TraceLog | None = None,
     ) -> None:
         waiting_room = WaitingRoom(config.max_waiting, clock, metrics.requests_waiting.set)
         fleet = Fleet(
             clients, metrics, clock, waiting_room.room_freed, config.prefix_index_pages, seeds
         )
+        self.trace = TraceLog() if trace is None else trace
         self._parts = RouterParts(
             config=config,
             page_size=page_size,
@@ -72,6 +75,7 @@ class Router:
             sessions=SessionTable(config.session_ttl_seconds, clock),
             releases=Releases(fleet),
             metrics=metrics,
+            trace=self.trace,
             clock=clock,
         )
         self._monitor = HealthMonitor(

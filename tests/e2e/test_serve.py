@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from jpd.bench.server_process import ServerFailedError, ServerProcess
+from jpd.cli import main
 from jpd.rpc import jpd_pb2, jpd_pb2_grpc
 from tests.e2e.conftest import RunningServer, server_environment, write_tiny_mesh
 
@@ -175,11 +176,14 @@ def test_signal_ends_the_server_and_leaves_nothing(
     repo: Path, golden_gemma3: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     arguments = ["--model", str(golden_gemma3), "--mesh", str(write_tiny_mesh(tmp_path))]
+    timeline = tmp_path / "timeline.json"
     arguments += ["--http-port", "0", "--grpc-port", "0", "--drain-seconds", "1"]
+    arguments += ["--timeline", str(timeline)]
     with ServerProcess(arguments, environment=server_environment(repo)) as server:
         server.wait_ready(120)
         server.process.send_signal(number)
         assert server.process.wait(30) == 0, server.last_words()
+        assert "traceEvents" in json.loads(timeline.read_text())
         assert "Traceback" not in server.last_words()
         assert not is_group_alive(server.process.pid)
 
@@ -190,6 +194,12 @@ def test_server_that_cannot_start_says_why(repo: Path, tmp_path: Path) -> None:
         with pytest.raises(ServerFailedError, match=r"status 2[\s\S]*config\.json"):
             server.wait_ready(60)
         assert "Traceback" not in server.last_words()
+
+
+def test_timeline_that_cannot_be_written_is_exit_2_at_once(tmp_path: Path) -> None:
+    arguments = ["serve", "--model", str(tmp_path), "--mesh", "1p1d-cpu"]
+    arguments += ["--http-port", "0", "--grpc-port", "0", "--timeline", str(tmp_path)]
+    assert main(arguments) == 2
 
 
 def test_port_that_is_taken_is_exit_2(

@@ -1,0 +1,107 @@
+"""The phases of the last requests that ended, as a trace that Chrome and Perfetto show.
+
+One lane for the queue and one for each worker; phases that overlap in a lane stand in rows of it.
+Holds a fixed number of requests. Filled by journeys, on the router's event loop.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jpd.request import RequestState
+from jpd.router.record import PhaseSpan, RequestRecord
+
+MAX_REQUESTS = 4096
+MAX_SPANS_PER_REQUEST = 32
+"""The last ones, of a request that was begun again and again."""
+
+QUEUE_LANE = "queue"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """One request that ended."""
+
+    request_id: str
+    state: RequestState
+    num_prompt_tokens: int
+    num_output_tokens: int
+    spans: tuple[PhaseSpan, ...]
+
+
+class TraceLog:
+    """The last requests that ended."""
+
+    def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
+        self._requests: deque[RequestTrace] = deque(maxlen=max_requests)
+
+    def note(self, record: RequestRecord) -> None:
+        """Keep the phases of a request that has ended."""
+        self._requests.append(
+            RequestTrace(
+                record.request.request_id,
+                record.state,
+                record.request.num_prompt_tokens,
+                len(record.sent_token_ids),
+                tuple(record.spans[-MAX_SPANS_PER_REQUEST:]),
+            )
+        )
+
+    def requests(self) -> Sequence[RequestTrace]:
+        """In the order in which they ended."""
+        return tuple(self._requests)
+
+
+def chrome_trace(requests: Iterable[RequestTrace]) -> dict[str, object]:
+    """The trace event format: a process for each lane, a thread for each row, times in µs."""
+    lanes: dict[str, list[tuple[PhaseSpan, RequestTrace]]] = {QUEUE_LANE: []}
+    for request in requests:
+        for span in request.spans:
+            lanes.setdefault(span.worker or QUEUE_LANE, []).append((span, request))
+    events: list[dict[str, object]] = []
+    names = [QUEUE_LANE, *sorted(lanes.keys() - {QUEUE_LANE})]
+    for process, name in enumerate(names, start=1):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        in_order = sorted(lanes[name], key=lambda pair: (pair[0].start, pair[0].end))
+        rows = _rows([span for span, _ in in_order])
+        for row, (span, request) in zip(rows, in_order, strict=True):
+            events.append(_event(process, row, span, request))
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _rows(spans: Sequence[PhaseSpan]) -> list[int]:
+    """For each span, in order of their starts, the first row that is free by then."""
+    rows: list[int] = []
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []  # until when, which row
+    num_rows = 0
+    for span in spans:
+        while busy and busy[0][0] <= span.start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            row = heapq.heappop(free)
+        else:
+            num_rows += 1
+            row = num_rows
+        heapq.heappush(busy, (span.end, row))
+        rows.append(row)
+    return rows
+
+
+def _event(process: int, row: int, span: PhaseSpan, request: RequestTrace) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "name": span.phase,
+        "cat": "request",
+        "pid": process,
+        "tid": row,
+        "ts": round(span.start * 1e6, 1),
+        "dur": round((span.end - span.start) * 1e6, 1),
+        "args": {
+            "request": request.request_id,
+            "ended": request.state.value,
+            "prompt_tokens": request.num_prompt_tokens,
+            "output_tokens": request.num_output_tokens,
+        },
+    }
