@@ -56,6 +56,9 @@ def launch_fleet(
             progress=progress,
             can_prefill_locally=can_prefill_locally,
         )
+    if kind == "ray":
+        rule = "hosts on a Ray cluster are not there yet: subprocess"
+        raise ConfigError([Problem(deployment.file, "launch.kind", kind, rule)])
     if transfer_wrapper is not None:
         rule = "a transfer_wrapper needs the workers in this process"
         raise ConfigError([Problem(deployment.file, "launch.kind", kind, rule)])
