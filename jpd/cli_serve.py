@@ -23,6 +23,7 @@ from jpd.errors import ConfigError, Problem
 from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.server import Endpoints
 from jpd.frontend.tool_formats import FORMATS
+from jpd.log_lines import JsonLines
 from jpd.router.trace import chrome_trace
 
 HELP = "serve over HTTP (OpenAI's API) and gRPC until SIGINT or SIGTERM"
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help=f"that callers must send as a Bearer token; better in ${API_KEY_VARIABLE}",
     )
+    parser.add_argument("--log-json", action="store_true", help="log lines as JSON objects")
     parser.add_argument(
         "--timeline",
         type=Path,
@@ -118,7 +120,9 @@ def _check_writable(path: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr, force=True)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if options.log_json else logging.Formatter(LOG_FORMAT))
+    logging.basicConfig(handlers=[handler], force=True)
     logging.getLogger("jpd").setLevel(logging.INFO)
     started = time.monotonic()
     _check_ports(options.host, (options.http_port, options.grpc_port))

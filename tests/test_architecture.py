@@ -26,6 +26,7 @@ LAYERS = {
             "mesh_router",
             "errors",
             "grammar",
+            "log_lines",
             "metrics",
             "request",
         ),

@@ -139,4 +139,14 @@ class _Exchange:
             status,
             milliseconds,
             client_id,
+            extra={
+                "fields": {
+                    "request_id": self.request_id,
+                    "method": self._scope["method"],
+                    "path": self._scope["path"][:MAX_CLIENT_ID_CHARS],
+                    "status": status,
+                    "milliseconds": round(milliseconds, 1),
+                    "client_id": client_id,
+                }
+            },
         )
