@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jpd.config import EngineConfig
-from jpd.engine import steps
+from jpd.engine import choose, forward
 from jpd.engine.logprobs import LogprobArrays, no_logprobs
 from jpd.engine.sampling import best_tokens
 from tests.engine.pair import Pair
@@ -70,11 +70,11 @@ def quick_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_prompt_logprobs(_: object, hidden: jax.Array, *rest: object) -> LogprobArrays:
         return no_logprobs(*hidden.shape[:2])
 
-    monkeypatch.setattr(steps, "sample", lambda logits, *rest: best_tokens(logits))
+    monkeypatch.setattr(choose, "sample", lambda logits, *rest: best_tokens(logits))
     monkeypatch.setattr(
-        steps, "token_logprobs", lambda logits, tokens, wanted: no_logprobs(tokens.shape[0])
+        choose, "token_logprobs", lambda logits, tokens, *wanted: no_logprobs(tokens.shape[0])
     )
-    monkeypatch.setattr(steps, "prompt_logprobs", no_prompt_logprobs)
+    monkeypatch.setattr(forward, "prompt_logprobs", no_prompt_logprobs)
     quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
     monkeypatch.setattr(jax, "jit", quick)
 
