@@ -19,7 +19,7 @@ from jpd.config import HostConfig, LaunchConfig, WorkerConfig
 from jpd.errors import ConfigError
 from jpd.launch.hosted import HostedFleet, launch_hosts
 from jpd.launch.subprocess_hosts import HostProcess, SubprocessLauncher
-from jpd.mesh_file import resolve_dtypes
+from jpd.mesh_file import resolve_platform
 from tests.launch.tiny_fleets import deployment, worker
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ def on(host: str, config: WorkerConfig) -> WorkerConfig:
     return replace(config, host=host)
 
 
-TWO_HOSTS = resolve_dtypes(
+TWO_HOSTS = resolve_platform(
     replace(
         deployment(
             on("a", worker("one-0", "colocated", [0, 1])),
