@@ -111,6 +111,16 @@ class DecodeAttempts:
         held = self._held.get(attempt_id)
         return held if held is not None and held.failure is None else None
 
+    def pages_of(self, attempt_id: str) -> HeldPages | None:
+        """Where its prompt is to be prefilled here. None: it is not held.
+
+        Raises what befell the attempt while nobody listened.
+        """
+        held = self._held.get(attempt_id)
+        if held is not None and held.failure is not None:
+            raise held.failure
+        return None if held is None else held.pages
+
     def reserve(self, attempt: Attempt) -> Reservation | None:
         """Hold a slot and the first pages. None: no room now, not even by preempting others."""
         if attempt.attempt_id in self._held:

@@ -289,10 +289,10 @@ class Worker:
                 raise WorkerLostError(self.name, "draining, takes no new attempts")
             prefill.start(attempt, reservation, answer, mask)
             return
-        held = self._parts.decode.get(attempt.attempt_id) if self._parts.decode else None
-        if held is None:
+        pages = self._parts.decode.pages_of(attempt.attempt_id) if self._parts.decode else None
+        if pages is None:
             raise self._unknown(attempt.attempt_id)
-        prefill.start_local(attempt, reservation, held.pages, answer, mask)
+        prefill.start_local(attempt, reservation, pages, answer, mask)
 
     def decode(self, attempt_id: str, first_token_id: int, sink: DecodeSink) -> None:
         """Decode a reserved attempt; events and at last an error or a finish go to the sink."""

@@ -185,6 +185,21 @@ async def test_a_preempted_reservation_hears_of_it_when_it_asks_to_decode() -> N
         await running.assert_at_rest()
 
 
+async def test_a_reservation_preempted_before_its_local_prefill_hears_why() -> None:
+    roles: Any = {"both-0": "colocated"}
+    async with fleet(num_pages=4, page_size=PAGE, roles=roles) as running:
+        client = running["both-0"].client
+        low, high = attempt_of(range(8), 8), attempt_of(range(30, 38), 8, priority=1)
+        reservation = await client.reserve(low)
+        assert reservation is not None
+        assert await client.reserve(high) is not None, "the lower one's room was taken"
+        with pytest.raises(PreemptedError, match="was needed for attempt"):
+            await client.prefill(low, reservation)
+        for attempt in (low, high):
+            await client.cancel(attempt.attempt_id)
+        await running.assert_at_rest()
+
+
 async def test_a_local_prefill_ends_with_its_reservation() -> None:
     roles: Any = {"both-0": "colocated"}
     async with fleet(num_pages=4, page_size=PAGE, roles=roles, chunk=1) as running:
