@@ -62,7 +62,7 @@ def read_launch(table: Table, hosts: Sequence[HostConfig]) -> LaunchConfig:
     table.close()
     if launch.kind == "inprocess" and needs_processes:
         rule = "several hosts, and hosts with cores or accelerators of their own, need processes"
-        table.problem("kind", launch.kind, f"{rule}: subprocess or ray")
+        table.problem("kind", launch.kind, f"{rule}: subprocess")
     _check_shared(table, hosts)
     return launch
 

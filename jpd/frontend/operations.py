@@ -1,6 +1,6 @@
-"""Routes beside generation: health, version, metrics, tokenize, detokenize.
+"""Routes beside generation: health, version, metrics, timeline, tokenize, detokenize.
 
-Knows TextService and callables that tell health and metrics; no router. Mounted by `openai_http`.
+Knows TextService and callables that tell health and metrics; no router. Mounted by `http_app`.
 """
 
 import asyncio

@@ -18,7 +18,7 @@ def only_host(deployment: DeploymentConfig) -> HostConfig:
     if len(deployment.hosts) == 1:
         return deployment.hosts[0]
     names = [host.name for host in deployment.hosts]
-    rule = "one process has the workers of one host: [launch] kind = subprocess or ray"
+    rule = "one process has the workers of one host: [launch] kind = subprocess"
     raise ConfigError([Problem(deployment.file, "host", names, rule)])
 
 

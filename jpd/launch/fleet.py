@@ -71,7 +71,7 @@ class Fleet:
 
     def add_host(self, name: str) -> Sequence[InProcessClient]:
         """All workers of one process are there from its start. Raises RequestError."""
-        rule = "hosts are added where they are processes: [launch] kind subprocess or ray"
+        rule = "hosts are added where they are processes: [launch] kind = subprocess"
         raise RequestError("host", name, rule)
 
     def forget_worker(self, name: str) -> None:

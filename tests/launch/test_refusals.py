@@ -33,7 +33,7 @@ def test_several_hosts_need_another_launcher(model: Model) -> None:
         launch_workers(model, with_hosts(PAIR, *hosts))
     shown = problem_of(error)
     assert "tiny.toml" in shown and "['host', 'other']" in shown
-    assert "subprocess or ray" in shown
+    assert "[launch] kind = subprocess" in shown
 
 
 def test_more_devices_than_there_are(model: Model) -> None:
