@@ -133,3 +133,16 @@ def test_mesh_files_and_commands_of_the_guide_are_real(repo: Path, tmp_path: Pat
     for words in asked:
         options = build_parser().parse_args([word.partition("|")[0] for word in words])
         assert options.action == words[1]
+
+
+def test_every_dependency_has_its_reason(repo: Path) -> None:
+    project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = {re.split(r"[<>=]", line)[0] for lines in lists for line in lines} - {"jpd[gguf]"}
+    table = (repo / "README.md").read_text().partition("## Built on")[2]
+    told = {
+        name
+        for row in re.findall(r"^\| ([^|]+) \| ", table, re.MULTILINE)
+        for name in re.sub(r" \(extra `\w+`\)", "", row).split(", ")
+    }
+    assert told - {"package"} == wanted

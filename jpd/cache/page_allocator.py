@@ -83,9 +83,6 @@ class PageAllocator:
 
     # The prefix cache's side.
 
-    def is_cached(self, page: int) -> bool:
-        return bool(self._cached[page])
-
     def mark_cached(self, page: int) -> None:
         """The prefix cache now knows this held page, so that it goes idle instead of free."""
         if self._holders[page] == 0:

@@ -12,9 +12,12 @@ from jpd.config import CacheConfig, HostConfig
 from jpd.errors import ConfigError
 from jpd.launch.devices import num_pool_pages
 from jpd.launch.inprocess import launch_workers
+from jpd.mesh_file import resolve_platform
 from tests.launch.tiny_fleets import deployment, with_hosts, worker
 
-PAIR = deployment(worker("prefill-0", "prefill", [0]), worker("decode-0", "decode", [1]))
+PAIR = resolve_platform(
+    deployment(worker("prefill-0", "prefill", [0]), worker("decode-0", "decode", [1]))
+)
 
 
 @pytest.fixture(scope="module")
