@@ -1,11 +1,10 @@
 """Every family through chunked prefill, transfer and paged decode, on meshes that split unequally.
 
 What chooses tokens knows no family and is most of what there is to compile, so the steps here only
-take the best token, and are not optimised. The fast run gives each family one pair of meshes; the
-rest are slow. Logits on meshes: tests/nn/test_sharded.py.
+take the best token. The fast run gives each family one pair of meshes; the rest are slow. Logits on
+meshes: tests/nn/test_sharded.py.
 """
 
-import functools
 import itertools
 
 import jax
@@ -75,8 +74,6 @@ def quick_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         choose, "token_logprobs", lambda logits, tokens, *wanted: no_logprobs(tokens.shape[0])
     )
     monkeypatch.setattr(forward, "prompt_logprobs", no_prompt_logprobs)
-    quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
-    monkeypatch.setattr(jax, "jit", quick)
 
 
 @pytest.mark.parametrize(("name", "source_mesh", "target_mesh"), _params())
