@@ -4,6 +4,8 @@
 PYTHON ?= python3
 MODEL ?= models/gemma-3-270m.toml
 MESH ?= mesh_configs/1p1d-cpu.toml
+# A file of tests stays in one process, so that what it compiles is compiled once.
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 override VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --root-user-action ignore
@@ -30,10 +32,10 @@ serve: $(VENV)/.demo
 	@$(BIN)/jpd serve --model $(MODEL) --mesh $(MESH) --http-port 8000 --grpc-port 8001
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
