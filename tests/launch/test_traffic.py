@@ -27,7 +27,7 @@ from tests.support.tiny_tokenizer import VOCAB_SIZE, copy_with_tokenizer
 pytestmark = pytest.mark.slow  # a fleet of its own is compiled
 
 NUM_PAGES = 13  # one and a half sequences of full length for four slots, and the bin
-NUM_REQUESTS, MAX_AT_ONCE, NUM_ALONE = 90, 16, 24
+NUM_REQUESTS, MAX_AT_ONCE, NUM_ALONE = 100, 16, 24
 SEED = 20
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 96, 112, 126)
 """Lengths around those of pages, chunks and tables."""
@@ -51,7 +51,12 @@ def server(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     config = replace(
         config,
         cache=replace(config.cache, pages=NUM_PAGES, retain_seconds=60.0, reserve_tokens=16),
-        engine=replace(config.engine, context_buckets=(32, MAX_LEN), max_speculative_tokens=3),
+        engine=replace(
+            config.engine,
+            context_buckets=(32, MAX_LEN),
+            max_speculative_tokens=3,
+            max_steps_per_call=4,
+        ),
     )
     model = str(copy_with_tokenizer(golden, folder))
     with jpd.launch(model, resolve_platform(config), can_prefill_locally=True) as server:
@@ -77,7 +82,7 @@ class Asked:
         return self.stays and has_seed and "timeout_seconds" not in self.options
 
     def alone(self, number: int) -> "Asked":
-        """On the other path, token by token, without a prefix that somebody else computed."""
+        """On the other path, without drafts, without a prefix that somebody else computed."""
         options = dict(self.options, cache_salt=f"alone {number}")
         for name in ("session_id", "priority", "num_speculative_tokens"):
             options.pop(name, None)
@@ -138,7 +143,7 @@ class Draw(random.Random):
             "repetition_penalty": (0.25, self.uniform(0.7, 1.5)),
             "presence_penalty": (0.25, self.uniform(-1.0, 2.0)),
             "frequency_penalty": (0.25, self.uniform(-1.0, 2.0)),
-            "logit_bias": (0.25, {token: self.uniform(-100, 5) for token in biased}),
+            "logit_bias": (0.25, {token: self.choice((-100, 3, 30, 30)) for token in biased}),
             "seed": (0.7, self.randrange(-(1 << 63), 1 << 63)),
             "logprobs": (0.3, self.randint(0, 20)),
             "prompt_logprobs": (0.15, self.randint(0, 20)),
@@ -173,7 +178,7 @@ class Draw(random.Random):
             "cache_salt": (0.1, "salt"),
             "priority": (0.3, self.randint(-1, 2)),
             "disaggregate": (0.6, self.is_so(0.5)),
-            "timeout_seconds": (0.06, self.uniform(0.0, 1.0)),
+            "timeout_seconds": (0.1, self.choice((0.02, 0.1, 5.0))),
         }
         return {name: value for name, (p, value) in some.items() if self.is_so(p)}
 
@@ -343,7 +348,7 @@ def test_an_hour_of_traffic_compiles_nothing_leaves_nothing_and_changes_no_answe
     check_ends(server, heard)
     check_rest(server)
     value = server.metrics.value
-    assert value("jpd:preemptions_total", worker="decode-0") >= 3, "the pool was not short"
+    assert value("jpd:preemptions_total", worker="decode-0") >= 1, "the pool was not short"
     assert value("jpd:prefix_cache_hit_tokens_total") > 0
     assert value("jpd:spec_decode_num_draft_tokens_total", worker="decode-0") > 0
     determined = [one for one in heard if one.asked.is_determined]
