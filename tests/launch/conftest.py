@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from jpd.api import Server, launch
-from jpd.mesh_file import resolve_platform
 from tests.launch.tiny_fleets import deployment, fleet_of, worker
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, copy_with_tokenizer
 
@@ -23,7 +22,7 @@ def server(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     workers = worker("prefill-0", "prefill", [0]), worker("decode-0", "decode", [1])
     config = deployment(*workers, retain_seconds=60.0)
     config = replace(config, engine=replace(config.engine, max_speculative_tokens=MAX_DRAFTS))
-    with launch(str(model), resolve_platform(config), can_prefill_locally=True) as server:
+    with launch(str(model), config, can_prefill_locally=True) as server:
         yield server
         fleet = fleet_of(server)
         assert fleet.compile_counter.num_after_ready == 0

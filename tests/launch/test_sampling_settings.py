@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jpd
-from jpd.mesh_file import resolve_platform
 from jpd.request import TokenLogprobs
 from tests.launch.tiny_fleets import deployment, worker
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def server(repo: Path) -> Iterator[jpd.Server]:
     workers = worker("prefill-0", "prefill", [0]), worker("decode-0", "decode", [4], slots=2)
-    config = resolve_platform(deployment(*workers, retain_seconds=60.0))
+    config = deployment(*workers, retain_seconds=60.0)
     model = str(repo / "tests" / "golden" / "llama3")
     with jpd.launch(model, config, can_prefill_locally=True) as server:
         yield server

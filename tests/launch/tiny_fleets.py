@@ -14,6 +14,7 @@ from jpd.config import (
     WorkerConfig,
 )
 from jpd.launch.fleet import Fleet
+from jpd.mesh_file import resolve_platform
 from jpd.request import SamplingParams
 from jpd.worker.client import InProcessClient
 from jpd.worker.protocol import Attempt, DecodeEvent, PrefillResult
@@ -29,7 +30,7 @@ def worker(name: str, role: str, devices: Sequence[int], *, slots: int = 4) -> W
 
 def deployment(*workers: WorkerConfig, retain_seconds: float = 0.0) -> DeploymentConfig:
     """retain_seconds 0: no prompt finds its prefix from an earlier one."""
-    return DeploymentConfig(
+    config = DeploymentConfig(
         file="tiny.toml",
         hosts=(HostConfig("host", "cpu", 8),),
         workers=workers,
@@ -38,6 +39,7 @@ def deployment(*workers: WorkerConfig, retain_seconds: float = 0.0) -> Deploymen
         router=RouterConfig(transfer_timeout_seconds=10),
         slos=(),
     )
+    return resolve_platform(config)
 
 
 def with_hosts(config: DeploymentConfig, *hosts: HostConfig) -> DeploymentConfig:
