@@ -17,7 +17,6 @@ import jpd
 from jpd.api import Server
 from jpd.errors import DeadlineError, JpdError, OverloadedError
 from jpd.frontend.service import TextDelta
-from jpd.mesh_file import resolve_platform
 from jpd.request import PromptLogprobs, RequestState, TokenLogprobs
 from tests.launch.random_requests import CHOICES, REGEX, Asked, Draw
 from tests.launch.tiny_fleets import MAX_LEN, deployment, fleet_of, worker
@@ -48,7 +47,7 @@ def server(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         ),
     )
     model = str(copy_with_tokenizer(golden, folder))
-    with jpd.launch(model, resolve_platform(config), can_prefill_locally=True) as server:
+    with jpd.launch(model, config, can_prefill_locally=True) as server:
         yield server
 
 
