@@ -1,12 +1,12 @@
-"""Compiles many executables at once, for the first call of each to find it made.
+"""Compiles executables beside their lowering, for the first call of each to find it made.
 
-Lowering holds the interpreter, compiling does not: one thread lowers, several compile. What is made
-is kept by JAX for as long as its lowering is: the calls belong inside the context. Called by the
-engines before they are ready.
+Lowering holds the interpreter, compiling does not: one thread lowers, another compiles, and the
+workers of a process do so side by side. With more threads XLA has aborted while it stored one
+executable and compiled others. What is made is kept by JAX for as long as its lowering is: the
+calls belong inside the context. Called by the engines before they are ready.
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -19,7 +19,7 @@ def compile_all(
 ) -> Iterator[None]:
     """Blocks until all are compiled. `after_each` is called between executables; what it raises
     ends it as soon as those that are being compiled are ready."""
-    pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile")
+    pool = ThreadPoolExecutor(1, thread_name_prefix="compile")
     kept = []
     try:
         futures = []
