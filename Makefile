@@ -4,7 +4,8 @@
 PYTHON ?= python3
 MODEL ?= models/gemma-3-270m.toml
 MESH ?= mesh_configs/1p1d-cpu.toml
-# A file of tests stays in one process, so that what it compiles is compiled once.
+# A file of tests stays in one process, so that what it compiles is compiled once. `make test` runs in three
+# parts: an executable takes dozens of memory maps, and a process has 65,530 (vm.max_map_count).
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 override VENV := .venv
 BIN := $(VENV)/bin
@@ -32,10 +33,13 @@ serve: $(VENV)/.demo
 	@$(BIN)/jpd serve --model $(MODEL) --mesh $(MESH) --http-port 8000 --grpc-port 8001
 
 test: $(VENV)/.dev
-	$(PYTEST)
+	$(PYTEST) tests/engine
+	$(PYTEST) tests/launch
+	$(PYTEST) tests --ignore tests/engine --ignore tests/launch
 
 test-fast: $(VENV)/.dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" tests/engine
+	$(PYTEST) -m "not slow" tests --ignore tests/engine
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
