@@ -14,9 +14,11 @@ MAX_DRAFTS = 3
 TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHAT_TEMPLATE
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Prefill and decode apart, and both on the decode worker; nothing may compile meanwhile."""
+    """Prefill and decode apart, and both on the decode worker; nothing may compile meanwhile.
+
+    Of a module: compilations are the process's, and other modules start fleets of their own."""
     golden, folder = repo / "tests" / "golden" / "llama3", tmp_path_factory.mktemp("model")
     model = copy_with_tokenizer(golden, folder, chat_template=TEMPLATE)
     workers = worker("prefill-0", "prefill", [0]), worker("decode-0", "decode", [1])
