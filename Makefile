@@ -5,7 +5,7 @@ PYTHON ?= python3
 MODEL ?= models/gemma-3-270m.toml
 MESH ?= mesh_configs/1p1d-cpu.toml
 # A file of tests stays in one process, so that what it compiles is compiled once. `make test` runs in three
-# parts: an executable takes dozens of memory maps, and a process has 65,530 (vm.max_map_count).
+# parts: executables take memory maps, and the kernel gives a process 65,530 (vm.max_map_count).
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 override VENV := .venv
 BIN := $(VENV)/bin

@@ -1,9 +1,8 @@
 """Compiles executables beside their lowering, for the first call of each to find it made.
 
 Lowering holds the interpreter, compiling does not: one thread lowers, another compiles, and the
-workers of a process do so side by side. With more threads XLA has aborted while it stored one
-executable and compiled others. What is made is kept by JAX for as long as its lowering is: the
-calls belong inside the context. Called by the engines before they are ready.
+workers of a process do so side by side. What is made is kept by JAX for as long as its lowering is:
+the calls belong inside the context. Called by the engines before they are ready.
 """
 
 import contextlib
