@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --root-user-action ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-fast check bench proto clean
+.PHONY: help demo serve test test-fast check bench proto field-reports clean
 
 help:  ## show this list
 	@echo "make demo        a real model answers five requests, prefill and decode apart (CPU, no GPU needed)"
@@ -22,6 +22,7 @@ help:  ## show this list
 	@echo "make check       format, lint, types"
 	@echo "make bench       the benchmarks that run on a laptop"
 	@echo "make proto       generate the gRPC stubs from jpd/rpc/*.proto"
+	@echo "make field-reports  write docs/field_reports.md from the tests"
 	@echo "make clean       remove .venv and caches"
 	@echo
 	@echo "Another Python: make test PYTHON=python3.12"
@@ -52,6 +53,9 @@ bench: $(VENV)/.demo
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 	  jpd/rpc/jpd.proto jpd/rpc/worker.proto jpd/rpc/kv.proto
+
+field-reports: $(VENV)/.dev
+	$(BIN)/python -m tests.support.field_reports
 
 clean:
 	rm -rf .venv .cache build dist .ruff_cache .pytest_cache .mypy_cache *.egg-info
