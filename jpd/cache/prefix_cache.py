@@ -63,11 +63,6 @@ class PrefixCache:
         self._allocator.share(pages)
         return pages
 
-    def match_length(self, token_ids: Sequence[int], salt: Hashable = None) -> int:
-        """How many tokens `match` would find. Holds nothing."""
-        limit = (len(token_ids) - 1) // self._page_size
-        return self._page_size * sum(1 for _ in self._walk(token_ids, limit, salt))
-
     def _walk(self, token_ids: Sequence[int], limit: int, salt: Hashable) -> Iterator[_Node]:
         node = self._roots.get(salt)
         for index in range(limit):

@@ -20,7 +20,6 @@ class CompileCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        self._seconds = 0.0
         self._count_at_ready: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
@@ -28,16 +27,10 @@ class CompileCounter:
         if event == COMPILE_EVENT:
             with self._lock:
                 self._count += 1
-                self._seconds += duration_secs
 
     @property
     def num_compilations(self) -> int:
         return self._count
-
-    @property
-    def compile_seconds(self) -> float:
-        """Over all threads."""
-        return self._seconds
 
     @property
     def num_after_ready(self) -> int:

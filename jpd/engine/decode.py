@@ -116,7 +116,7 @@ class DecodeEngine:
 
     def insert(self, row: DecodeRow) -> None:
         """Take a free slot for a row; it joins the next step. Its pages stay the caller's."""
-        if not self._free_slots:
+        if self.num_free_slots == 0:
             raise RuntimeError(f"no free slot for {row.attempt_id}: it was not reserved")
         if row.attempt_id in self._by_attempt:
             raise ValueError(f"attempt {row.attempt_id} is decoding already")

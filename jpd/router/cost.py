@@ -10,11 +10,10 @@ Rates are measured: see `jpd.router.rates`. Pure functions over a snapshot; call
 `jpd.router.policies` and, for what is told of a decision, by `jpd.router.placement`.
 """
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from jpd.router.policy import (
@@ -46,6 +45,9 @@ TIE_SECONDS = 0.001
 TIE_SHARE = 0.02
 """Costs that differ by less are equal: work goes round."""
 
+_cost = itemgetter(0)
+_last_chosen = attrgetter("last_chosen")
+
 
 @dataclass(frozen=True, slots=True)
 class CostTerms:
@@ -67,24 +69,31 @@ class CostTerms:
 
 
 class Peers(NamedTuple):
-    """What a prefill on one worker is compared with."""
+    """What a prefill on one worker is compared with; work is seconds of late."""
 
-    most_cached: int  # tokens of the prompt on the worker that holds most
-    mean_slope: float  # seconds a token
-    least_recent: float  # seconds of work of late, of the least used one
-    mean_recent: float
+    most_cached: int = 0  # tokens of the prompt on the worker that holds most
+    mean_slope: float = 0.0  # seconds a token
+    least_work: float = 0.0
+    fair_work: float = 0.0  # above it a prefix justifies nothing
+    excess_price: float = 0.0  # seconds for each second above it
 
 
 def peers_of(views: Sequence[WorkerView], wishes: Wishes) -> Peers:
     if not views:
-        return Peers(0, 0.0, 0.0, 0.0)
-    cached = wishes.cached_tokens
+        return Peers()
+    cached, scale = wishes.cached_tokens, wishes.recent_scale
     most_cached = max([cached.get(view.name, 0) for view in views]) if cached else 0
     slopes = [view.prefill_line.slope for view in views]
-    recent = [view.recent_tokens * view.prefill_line.slope for view in views]
-    scale, number = wishes.recent_scale, len(views)
+    work = [view.recent_tokens * view.prefill_line.slope for view in views]
+    mean_slope, mean_work = sum(slopes) / len(views), scale * sum(work) / len(views)
+    whole = mean_slope * wishes.num_tokens
+    much = mean_work + FEW_PROMPTS * whole + 1e-9
     return Peers(
-        most_cached, sum(slopes) / number, min(recent) * scale, sum(recent) * scale / number
+        most_cached,
+        mean_slope,
+        least_work=scale * min(work),
+        fair_work=mean_work + FAIR_EXCESS * much,
+        excess_price=(1.0 + DUPLICATE_WEIGHT) * whole / ((MOST_EXCESS - FAIR_EXCESS) * much),
     )
 
 
@@ -96,32 +105,30 @@ def duplicate_seconds(num_cached: int, peers: Peers) -> float:
 
 def balance_seconds(view: WorkerView, wishes: Wishes, peers: Peers) -> float:
     """The price of having done more than the others of late."""
-    recent = view.recent_tokens * wishes.recent_scale * view.prefill_line.slope
-    price = BALANCE_WEIGHT * (recent - peers.least_recent)
-    whole = peers.mean_slope * wishes.num_tokens
-    excess = (recent - peers.mean_recent) / (peers.mean_recent + FEW_PROMPTS * whole + 1e-9)
-    if excess > FAIR_EXCESS:
-        share = (excess - FAIR_EXCESS) / (MOST_EXCESS - FAIR_EXCESS)
-        price += share * (1.0 + DUPLICATE_WEIGHT) * whole
+    work = view.recent_tokens * wishes.recent_scale * view.prefill_line.slope
+    price = BALANCE_WEIGHT * (work - peers.least_work)
+    if work > peers.fair_work:
+        price += peers.excess_price * (work - peers.fair_work)
     return price
 
 
 def prefill_seconds(view: WorkerView, num_uncached: int) -> float:
     """Until the first token: what is before it, and itself."""
     line = view.prefill_line
-    queue = line.base * view.num_prefills + line.slope * view.num_prefill_tokens
-    return queue + line.base + line.slope * num_uncached
+    num_tokens = view.num_prefill_tokens + num_uncached
+    return line.base * (view.num_prefills + 1) + line.slope * num_tokens
 
 
-def prefill_cost(view: WorkerView, wishes: Wishes, peers: Peers) -> float:
-    """Seconds: time to the first token, and what it does to the caches of the fleet."""
-    line, cached = view.prefill_line, wishes.cached_tokens.get(view.name, 0)
-    return (
-        line.base * (view.num_prefills + 1)
-        + line.slope * (view.num_prefill_tokens + max(1, wishes.num_tokens - cached))
-        + duplicate_seconds(cached, peers)
-        + balance_seconds(view, wishes, peers)
-    )
+def prefill_costs(views: Sequence[WorkerView], wishes: Wishes, peers: Peers) -> list[float]:
+    """Seconds of each: time to the first token, and what it does to the caches of the fleet."""
+    cached, costs = wishes.cached_tokens, []
+    for view in views:
+        num_cached = cached.get(view.name, 0)
+        cost = prefill_seconds(view, max(1, wishes.num_tokens - num_cached))
+        if num_cached < peers.most_cached:
+            cost += duplicate_seconds(num_cached, peers)
+        costs.append(cost + balance_seconds(view, wishes, peers))
+    return costs
 
 
 def transfer_seconds(sender: WorkerView, receiver: WorkerView, wishes: Wishes) -> float:
@@ -148,11 +155,7 @@ def decode_cost(view: WorkerView, wishes: Wishes) -> float:
 
 def local_cost(view: WorkerView, wishes: Wishes, peers: Peers, num_rows: int) -> float:
     """Seconds of a prefill on the decode worker, whose other rows stand still meanwhile."""
-    return prefill_cost(view, wishes, peers) + stall_seconds(view, wishes, num_rows)
-
-
-def remote_cost(view: WorkerView, decoder: WorkerView, wishes: Wishes, peers: Peers) -> float:
-    return prefill_cost(view, wishes, peers) + transfer_seconds(view, decoder, wishes)
+    return prefill_costs([view], wishes, peers)[0] + stall_seconds(view, wishes, num_rows)
 
 
 def rank_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
@@ -160,12 +163,12 @@ def rank_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
     decoders = free_decoders(fleet, wishes)
     prefills = capable_prefills(fleet, None, wishes)
     peers = peers_of(prefills or decoders, wishes)
-    costs = [(prefill_cost(view, wishes, peers), view) for view in prefills]
-    best = heapq.nsmallest(NUM_PAIRED, costs, key=itemgetter(0))
+    senders = sorted(zip(prefill_costs(prefills, wishes, peers), prefills, strict=True), key=_cost)
     own, rest = [(decode_cost(view, wishes), view) for view in decoders], []
     if len(own) > 2 * NUM_PAIRED and not any(view.role == "colocated" for view in decoders):
-        own.sort(key=itemgetter(0))
+        own.sort(key=_cost)
         own, rest = own[: 2 * NUM_PAIRED], [view for _, view in own[2 * NUM_PAIRED :]]
+    best = senders[:NUM_PAIRED]
     pairs = [(cost + _best_prefill(view, best, wishes, peers), view) for cost, view in own]
     return by_cost(pairs) + rest
 
@@ -181,10 +184,9 @@ def _best_prefill(
     num_bytes = num_uncached * decoder.kv_bytes_per_token
     least = math.inf
     for cost, sender in senders:
-        line = sender.links.get(name, sender.link_line)
-        cost += line.base + line.slope * num_bytes
         if cost < least and sender.name != name:
-            least = cost
+            line = sender.links.get(name, sender.link_line)
+            least = min(least, cost + line.base + line.slope * num_bytes)
     if may_be_local(decoder, num_uncached, wishes.local_prefill_tokens) or least == math.inf:
         least = min(least, local_cost(decoder, wishes, peers, decoder.num_rows))
     return least
@@ -193,18 +195,30 @@ def _best_prefill(
 def rank_prefills(fleet: Fleet, decoder: WorkerView, wishes: Wishes) -> list[WorkerView]:
     """Prefill workers for this decode worker, best first."""
     views = capable_prefills(fleet, decoder.name, wishes)
-    peers = peers_of(views, wishes)
-    return by_cost([(remote_cost(view, decoder, wishes, peers), view) for view in views])
+    return by_cost(list(zip(remote_costs(views, decoder, wishes), views, strict=True)))
+
+
+def remote_costs(views: Sequence[WorkerView], decoder: WorkerView, wishes: Wishes) -> list[float]:
+    """Seconds of a prefill on each, and of the way to the decode worker."""
+    costs = prefill_costs(views, wishes, peers_of(views, wishes))
+    name, num_bytes = decoder.name, wishes.num_uncached(decoder.name) * decoder.kv_bytes_per_token
+    lines = [view.links.get(name, view.link_line) for view in views]
+    return [
+        cost + line.base + line.slope * num_bytes for cost, line in zip(costs, lines, strict=True)
+    ]
 
 
 def by_cost(costs: list[tuple[float, WorkerView]]) -> list[WorkerView]:
     """Cheapest first; as good as the cheapest: who was chosen least lately."""
     if not costs:
         return []
-    least = min(costs, key=itemgetter(0))[0]
+    least = min(costs, key=_cost)[0]
     tie = least + TIE_SECONDS + TIE_SHARE * least
-    costs.sort(key=lambda pair: (0.0, pair[1].last_chosen) if pair[0] <= tie else (pair[0], 0))
-    return [view for _, view in costs]
+    equal = [view for cost, view in costs if cost <= tie]
+    equal.sort(key=_last_chosen)
+    dearer = [pair for pair in costs if pair[0] > tie]
+    dearer.sort(key=_cost)
+    return equal + [view for _, view in dearer]
 
 
 def is_local_cheaper(decoder: WorkerView, prefill: WorkerView | None, wishes: Wishes) -> bool:

@@ -8,17 +8,15 @@ never lag behind a status report. Knows no requests. Written by `jpd.router.hold
 import logging
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from jpd.metrics import Metrics
-from jpd.router.breaker import Breaker
 from jpd.router.guard import Watch
 from jpd.router.policy import Row, WorkerView
 from jpd.router.prefix_index import MAX_INDEX_PAGES, PrefixIndex
 from jpd.router.rates import RateBook, RateSeed
-from jpd.worker.protocol import Role, WorkerClient, WorkerStatus
+from jpd.router.worker_entry import WorkerEntry
+from jpd.worker.protocol import WorkerClient, WorkerStatus
 
 RECENT_SECONDS = 600.0
 """Over which work done lately fades."""
@@ -26,73 +24,6 @@ STEP_SAMPLE_SECONDS = 0.05
 """Between two looks at the pace of a decode batch."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class WorkerEntry:
-    """One worker: what it reports, and what this router has given to it."""
-
-    client: WorkerClient
-    watch: Watch
-    rows_gauge: Callable[[float], None]  # told of `num_rows`
-    prefills_gauge: Callable[[float], None]
-    status: WorkerStatus | None = None
-    progress_time: float = 0.0  # when `last_step_time` was last seen to change
-    busy_since: float | None = None  # since when it has had work without a break
-    stuck_since: float | None = None  # until it makes progress again
-    num_rows: int = 0
-    num_reserved_pages: int = 0
-    num_growing_rows: int = 0
-    priorities: Counter[int] = field(default_factory=Counter)  # of the rows
-    num_prefills: int = 0
-    num_prefill_tokens: int = 0
-    last_chosen: int = 0
-    recent_tokens: float = 0.0  # prefilled here, later ones counting more: see `recent_scale`
-    prefill_end: float = 0.0  # when the last prefill was answered
-    step_seen: float = 0.0  # when the pace of the batch was last looked at
-    breaker: Breaker = field(default_factory=Breaker)
-    is_leaving: bool = False  # takes nothing new: an operator said so
-    view: WorkerView | None = field(default=None)  # None: to be made again
-
-    @property
-    def role(self) -> Role:
-        return self.status.role if self.status is not None else self.client.role
-
-    @property
-    def is_suspended(self) -> bool:
-        """As of the last look at the fleet."""
-        return self.breaker.is_tripped if self.view is None else self.view.is_suspended
-
-    @property
-    def has_work(self) -> bool:
-        return self.num_rows > 0 or self.num_prefills > 0
-
-    def make_view(self, rates: RateBook, now: float) -> WorkerView:
-        status, name = self.status, self.client.name
-        return WorkerView(
-            name=name,
-            role=self.role,
-            is_available=not (
-                self.watch.is_down or self.is_leaving or status is None or status.draining
-            ),
-            is_suspended=self.breaker.keeps_away(now, self.has_work),
-            can_prefill=status is not None and status.can_prefill,
-            num_slots=status.num_slots if status is not None else 0,
-            num_pages=status.num_pages if status is not None else 0,
-            num_rows=self.num_rows,
-            num_reserved_pages=self.num_reserved_pages,
-            num_growing_rows=self.num_growing_rows,
-            lowest_priority=min(self.priorities, default=None),
-            num_prefills=self.num_prefills,
-            num_prefill_tokens=self.num_prefill_tokens,
-            last_chosen=self.last_chosen,
-            recent_tokens=self.recent_tokens,
-            prefill_line=rates.prefill(name),
-            step_line=rates.step(name),
-            link_line=rates.link(name),
-            links=rates.links(name),
-            kv_bytes_per_token=rates.kv_bytes_per_token(name),
-        )
 
 
 class Fleet:
@@ -182,38 +113,21 @@ class Fleet:
     # Work given and returned.
 
     def take_row(self, worker: str, row: Row) -> None:
-        entry = self._touch(worker, chosen=True)
-        entry.num_rows += 1
-        entry.num_reserved_pages += row.num_pages
-        entry.num_growing_rows += row.grows
-        entry.priorities[row.priority] += 1
-        entry.rows_gauge(entry.num_rows)
+        self._touch(worker, chosen=True).count_row(row, 1)
 
     def give_row(self, worker: str, row: Row, *, was_held: bool = True) -> None:
         """Return a row. One that was refused frees no room: nobody is woken to try again."""
-        entry = self._touch(worker)
-        entry.num_rows -= 1
-        entry.num_reserved_pages -= row.num_pages
-        entry.num_growing_rows -= row.grows
-        entry.priorities[row.priority] -= 1
-        if not entry.priorities[row.priority]:
-            del entry.priorities[row.priority]
-        entry.rows_gauge(entry.num_rows)
+        self._touch(worker).count_row(row, -1)
         if was_held:
             self._on_change()
 
     def take_prefill(self, worker: str, num_tokens: int) -> None:
         entry = self._touch(worker, chosen=True)
-        entry.num_prefills += 1
-        entry.num_prefill_tokens += num_tokens
+        entry.count_prefill(num_tokens, 1)
         entry.recent_tokens += num_tokens / self.recent_scale()
-        entry.prefills_gauge(entry.num_prefills)
 
     def give_prefill(self, worker: str, num_tokens: int) -> None:
-        entry = self._touch(worker)
-        entry.num_prefills -= 1
-        entry.num_prefill_tokens -= num_tokens
-        entry.prefills_gauge(entry.num_prefills)
+        self._touch(worker).count_prefill(num_tokens, -1)
 
     def recent_scale(self) -> float:
         """WorkerView.recent_tokens times this are tokens: older work has faded by as much."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jpd.errors import WorkerLostError
-from jpd.router.fleet import Fleet, WorkerEntry
+from jpd.router.fleet import Fleet
 from jpd.router.prefix_feed import PrefixFeed
+from jpd.router.worker_entry import WorkerEntry
 from jpd.worker.protocol import Role, WorkerStatus
 
 POLL_SECONDS = 0.25

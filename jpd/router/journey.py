@@ -11,6 +11,7 @@ Every way out of an attempt releases what it holds. Called by `jpd.router.router
 import asyncio
 import logging
 from dataclasses import replace
+from typing import NamedTuple
 
 from jpd.errors import (
     JpdError,
@@ -44,6 +45,14 @@ from jpd.worker.protocol import (
 )
 
 _log = logging.getLogger(__name__)
+
+
+class Reserved(NamedTuple):
+    """Room on a decode worker, and what it was asked for with."""
+
+    holding: Holding
+    reservation: Reservation
+    wishes: policy.Wishes
 
 
 class Journey:
@@ -98,9 +107,9 @@ class Journey:
     async def _attempt(self) -> None:
         """One try. Returns after the last token. Raises AttemptFailedError: a worker broke it."""
         attempt = self.record.next_attempt()
-        holding, reservation = await self._reserve(attempt)
+        holding, reservation, wishes = await self._reserve(attempt)
         try:
-            choice = self._choose(attempt, reservation)
+            choice = self._choose(attempt, reservation, wishes)
             result = await self._prefill(holding, reservation, choice)
             first = TokenOutput(
                 (result.token_id,),
@@ -114,7 +123,7 @@ class Journey:
             holding.release()
             self.holding = None
 
-    async def _reserve(self, attempt: Attempt) -> tuple[Holding, Reservation]:
+    async def _reserve(self, attempt: Attempt) -> Reserved:
         """Wait for room. Raises OverloadedError, RequestError, WorkerError: nobody left to ask."""
         record, demand = self.record, self._demand
         wishes = demand.wishes()
@@ -129,13 +138,11 @@ class Journey:
         record.advance(RequestState.RESERVED, self._clock())
         return reserved
 
-    async def _try_to_reserve(
-        self, attempt: Attempt, ticket: Ticket
-    ) -> tuple[Holding, Reservation] | None:
+    async def _try_to_reserve(self, attempt: Attempt, ticket: Ticket) -> Reserved | None:
         """Ask the decode workers in turn, best first; one that fails is not asked again."""
-        wishes = self._demand.wishes()
+        wishes = self._demand.completed()
         self._check_somebody_decodes(wishes)
-        for view in self._parts.placement.rank_decoders(self._demand.completed()):
+        for view in self._parts.placement.rank_decoders(wishes):
             self.holding = holding = Holding(self._parts, attempt, wishes.row)
             try:
                 reservation = await holding.reserve(view.name)
@@ -144,18 +151,17 @@ class Journey:
                 _log.warning("%s: reserve failed: %s", attempt.attempt_id, error)
                 continue
             if reservation is not None:
-                return holding, reservation
+                return Reserved(holding, reservation, wishes)
         wishes = self._demand.wishes()
         self._check_somebody_decodes(wishes)
         ticket.may_skip = bool(wishes.lost or wishes.avoided)
         return None
 
-    def _choose(self, attempt: Attempt, reservation: Reservation) -> Choice:
+    def _choose(self, attempt: Attempt, reservation: Reservation, wishes: policy.Wishes) -> Choice:
         """Path and worker of the prefill. Raises AttemptFailedError when no worker is there."""
         decode = reservation.worker
         self._decode_worker, self._prefill_worker = decode, ""
         self._num_uncached_tokens = len(attempt.token_ids) - reservation.num_cached_tokens
-        wishes = self._demand.completed()
         choice = self._parts.placement.choose(decode, reservation.num_cached_tokens, wishes)
         if choice is None:
             error = WorkerError("prefill", self._why_nobody("prefill"))

@@ -9,7 +9,7 @@ another holds far more of the prompt. Called by `jpd.router.journey` and by `jpd
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from jpd.cache.page_hashes import PageHashes
@@ -73,8 +73,7 @@ class Placement:
     ) -> Wishes:
         """The wishes of a request with what is known here: cached prefixes, expected lengths."""
         matched = self._fleet.prefixes.match(page_hashes)
-        return replace(
-            wishes,
+        return wishes._replace(
             cached_tokens={name: pages * self._page_size for name, pages in matched.items()},
             num_output_tokens=min(self._mean_output, float(max_output_tokens)),
             local_prefill_tokens=self._limit,
@@ -110,8 +109,9 @@ class Placement:
 
         None: the prompt has to be prefilled apart, and nobody is there to do it.
         """
-        cached = {**wishes.cached_tokens, decode_worker: num_cached_tokens}
-        wishes = replace(wishes, cached_tokens=cached)
+        if wishes.cached_tokens.get(decode_worker, 0) != num_cached_tokens:
+            cached = {**wishes.cached_tokens, decode_worker: num_cached_tokens}
+            wishes = wishes._replace(cached_tokens=cached)
         decoder = self._fleet.view(decode_worker)
         prefill = self.choose_prefill(decode_worker, wishes)
         path: Path = "local" if is_local_cheaper(decoder, prefill, wishes) else "disaggregated"

@@ -5,9 +5,10 @@ takes. Who is best among them is the business of `jpd.router.cost` and `jpd.rout
 no clients and keeps no state.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from jpd.router.rates import Line, RateSeed
 from jpd.worker.protocol import Role
@@ -20,9 +21,12 @@ PACE_FACTOR = 1.25
 """A step of a single row may be this much longer before its pace is taken as the target."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerView:
-    """One worker at one moment. Counts of work are the router's own, taken at once."""
+    """One worker at one moment. Counts of work are the router's own, taken at once.
+
+    Never changed once it is made; not frozen, for then making one takes twice as long.
+    """
 
     name: str
     role: Role
@@ -62,15 +66,14 @@ class Row:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
+class Wishes(NamedTuple):
     """What one request wants of the fleet."""
 
     row: Row
     num_sequence_pages: int  # for prompt and output together
     num_tokens: int = 0  # of the prompt, and of what was generated before a replay
     num_output_tokens: float = 128.0  # expected
-    cached_tokens: Mapping[str, int] = field(default_factory=dict)  # of the prompt, by worker
+    cached_tokens: Mapping[str, int] = MappingProxyType({})  # of the prompt, by worker
     session_id: str | None = None
     sticky_decode: str | None = None  # where the session's KV lives
     sticky_prefill: str | None = None
@@ -103,26 +106,24 @@ def prefill_load(view: WorkerView) -> float:
 
 def capable_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
     """Workers that could hold the whole sequence when empty, busy or not."""
-    pinned, num_pages = wishes.pinned_decode, wishes.num_sequence_pages
-    return _usable(
-        (
-            view
-            for view in fleet
-            if view.decodes
-            and view.num_pages >= num_pages
-            and (pinned is None or view.name == pinned)
-        ),
-        wishes,
-    )
+    pinned, lost, num_pages = wishes.pinned_decode, wishes.lost, wishes.num_sequence_pages
+    there = [
+        view
+        for view in fleet
+        if view.is_available
+        and view.role != "prefill"
+        and view.num_slots > 0
+        and view.num_pages >= num_pages
+        and view.name not in lost
+        and (pinned is None or view.name == pinned)
+    ]
+    return _preferred(there, wishes)
 
 
 def free_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
     """Those of them with a row to give, at a pace that the request can bear."""
-    return [
-        view
-        for view in capable_decoders(fleet, wishes)
-        if view.num_rows < view.num_slots and keeps_pace(view, wishes)
-    ]
+    free = [view for view in capable_decoders(fleet, wishes) if view.num_rows < view.num_slots]
+    return free if wishes.pace is None else [view for view in free if keeps_pace(view, wishes)]
 
 
 def keeps_pace(view: WorkerView, wishes: Wishes) -> bool:
@@ -135,10 +136,13 @@ def keeps_pace(view: WorkerView, wishes: Wishes) -> bool:
 
 def yielding_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
     """Those without, where a row of a lower priority would be preempted."""
+    full = {view.name for view in fleet if 0 < view.num_slots <= view.num_rows}
+    if not full:
+        return []
     return [
         view
         for view in capable_decoders(fleet, wishes)
-        if view.num_rows >= view.num_slots
+        if view.name in full
         and view.lowest_priority is not None
         and view.lowest_priority < wishes.row.priority
     ]
@@ -157,18 +161,18 @@ def has_room(fleet: Fleet, wishes: Wishes) -> bool:
 
 def capable_prefills(fleet: Fleet, decode_worker: str | None, wishes: Wishes) -> list[WorkerView]:
     """Workers that may prefill for this decode worker; colocated ones only when asked for."""
-    pinned = wishes.pinned_prefill
+    pinned, lost = wishes.pinned_prefill, wishes.lost
     allow_colocated = wishes.disaggregate is True or pinned is not None
-    return _usable(
-        (
-            view
-            for view in fleet
-            if view.name != decode_worker
-            and (view.role == "prefill" or (allow_colocated and view.role == "colocated"))
-            and (pinned is None or view.name == pinned)
-        ),
-        wishes,
-    )
+    there = [
+        view
+        for view in fleet
+        if view.is_available
+        and (view.role == "prefill" or (allow_colocated and view.role == "colocated"))
+        and view.name != decode_worker
+        and view.name not in lost
+        and (pinned is None or view.name == pinned)
+    ]
+    return _preferred(there, wishes)
 
 
 def may_be_local(decoder: WorkerView, num_uncached_tokens: int, limit: int) -> bool:
@@ -187,8 +191,7 @@ def forced_path(decoder: WorkerView, wishes: Wishes) -> Path | None:
     return None
 
 
-def _usable(views: Iterable[WorkerView], wishes: Wishes) -> list[WorkerView]:
-    """Without the lost ones; without suspended and avoided ones unless nobody else is there."""
-    there = [view for view in views if view.is_available and view.name not in wishes.lost]
-    good = [view for view in there if not view.is_suspended and view.name not in wishes.avoided]
-    return good or there
+def _preferred(there: list[WorkerView], wishes: Wishes) -> list[WorkerView]:
+    """Without suspended and avoided ones unless nobody else is there."""
+    avoided = wishes.avoided
+    return [view for view in there if not view.is_suspended and view.name not in avoided] or there

@@ -8,8 +8,9 @@ What would leave nobody to prefill or to decode is refused. Knows no requests. M
 from dataclasses import dataclass
 
 from jpd.errors import RequestError
-from jpd.router.fleet import Fleet, WorkerEntry
+from jpd.router.fleet import Fleet
 from jpd.router.health import HealthMonitor
+from jpd.router.worker_entry import WorkerEntry
 from jpd.worker.protocol import Role, WorkerClient
 
 

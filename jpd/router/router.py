@@ -34,7 +34,7 @@ from jpd.router.roster import Roster
 from jpd.router.sessions import SessionTable
 from jpd.router.stream import Delivery, Mailbox, TokenStream
 from jpd.router.trace import TraceLog
-from jpd.worker.protocol import WorkerClient, WorkerStatus
+from jpd.worker.protocol import WorkerClient
 
 SEED_BITS = 63
 
@@ -138,12 +138,6 @@ class Router:
     def context_tokens(self) -> int:
         """Prompt and output of the longest sequence that can be served."""
         return self._limits.context(self._parts.fleet.snapshot())
-
-    def worker_statuses(self) -> tuple[WorkerStatus, ...]:
-        """The last report of every worker that was heard from."""
-        return tuple(
-            entry.status for entry in self._parts.fleet.entries if entry.status is not None
-        )
 
     async def drain(self) -> None:
         """Take no new requests; return when the running ones have ended and workers are empty."""

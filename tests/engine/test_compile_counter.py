@@ -11,7 +11,7 @@ def test_counts_only_what_compiles() -> None:
     with CompileCounter() as counter:
         double(np.ones(3, np.float32))
         before = counter.num_compilations
-        assert before >= 1 and counter.compile_seconds > 0
+        assert before >= 1
         assert counter.num_after_ready == 0
         counter.mark_ready()
         double(np.zeros(3, np.float32))

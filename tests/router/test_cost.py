@@ -37,7 +37,7 @@ def test_b02_b03_the_queue_counts_and_not_what_is_cached_of_others() -> None:
 
 
 def test_a_cached_prefix_draws_until_its_queue_outweighs_it() -> None:
-    wishes = replace(WISHES, cached_tokens={"a": 800})
+    wishes = WISHES._replace(cached_tokens={"a": 800})
     worth = 800 + round(1e3 * cost.MOST_DUPLICATE_SECONDS)
     for tokens, expected in ((0, "a"), (worth - 300, "a"), (worth + 300, "b")):
         fleet = [prefill("a", num_prefill_tokens=tokens), prefill("b"), decode("d")]
@@ -69,7 +69,7 @@ def test_the_link_of_the_pair_decides_jointly() -> None:
 def test_pages_that_the_decode_worker_holds_do_not_travel() -> None:
     fleet = [prefill("p"), decode("d0"), decode("d1", num_rows=1)]
     assert best(fleet)[1] == "d0"
-    assert best(fleet, replace(WISHES, cached_tokens={"d1": 900}))[1] == "d1"
+    assert best(fleet, WISHES._replace(cached_tokens={"d1": 900}))[1] == "d1"
 
 
 def test_the_batch_and_head_room_count_on_the_decode_side() -> None:
@@ -80,7 +80,7 @@ def test_the_batch_and_head_room_count_on_the_decode_side() -> None:
 
 def test_b04_a_popular_prefix_spreads_before_its_worker_is_much_hotter_than_the_mean() -> None:
     fleet = [prefill(f"p{n}") for n in range(4)] + [decode("d")]
-    wishes = replace(WISHES, cached_tokens={"p0": 900})
+    wishes = WISHES._replace(cached_tokens={"p0": 900})
     for _ in range(400):
         chosen = cost.rank_prefills(fleet, fleet[-1], wishes)[0]
         held = {**wishes.cached_tokens, chosen.name: 900}
@@ -91,7 +91,7 @@ def test_b04_a_popular_prefix_spreads_before_its_worker_is_much_hotter_than_the_
             else found
             for found in fleet
         ]
-        wishes = replace(wishes, cached_tokens=held)
+        wishes = wishes._replace(cached_tokens=held)
     work = [found.recent_tokens for found in fleet[:4]]
     assert max(work) <= 1.2 * sum(work) / 4
 
@@ -107,11 +107,8 @@ def test_the_terms_add_up_to_what_was_ranked_by() -> None:
         prefill("q"),
         decode("d", num_rows=3, num_reserved_pages=12),
     ]
-    wishes = replace(WISHES, cached_tokens={"p": 64, "q": 128, "d": 32})
-    peers = cost.peers_of(fleet[:2], wishes)
-    ranked = cost.remote_cost(fleet[0], fleet[2], wishes, peers) + cost.decode_cost(
-        fleet[2], wishes
-    )
+    wishes = WISHES._replace(cached_tokens={"p": 64, "q": 128, "d": 32})
+    ranked = cost.remote_costs(fleet[:2], fleet[2], wishes)[0] + cost.decode_cost(fleet[2], wishes)
     taken = replace(fleet[2], num_rows=4, num_reserved_pages=16)
     terms = cost.explain(taken, fleet[0], wishes, [*fleet[:2], taken])
     values = terms.rounded()
@@ -135,7 +132,7 @@ def test_the_path_goes_by_the_suffix_the_load_and_the_rates(
     decoder = decode("d", num_rows=rows, num_slots=16)
     sender = prefill("p", num_prefill_tokens=queue)
     cached = {"d": 1000 - uncached, "p": 1000 - uncached}
-    wishes = replace(WISHES, cached_tokens=cached, local_prefill_tokens=limit)
+    wishes = WISHES._replace(cached_tokens=cached, local_prefill_tokens=limit)
     assert cost.is_local_cheaper(decoder, sender, wishes) is is_local
     unable = replace(decoder, can_prefill=False)
     assert not cost.is_local_cheaper(unable, sender, wishes)
@@ -143,10 +140,10 @@ def test_the_path_goes_by_the_suffix_the_load_and_the_rates(
 
 def test_paths_of_colocated_workers_forced_ones_and_pins() -> None:
     colocated, sender = view("c", "colocated"), prefill("p")
-    long = replace(WISHES, num_tokens=9999)
+    long = WISHES._replace(num_tokens=9999)
     assert cost.is_local_cheaper(colocated, sender, long)
-    assert not cost.is_local_cheaper(colocated, sender, replace(long, disaggregate=True))
-    assert cost.is_local_cheaper(decode("d"), sender, replace(long, disaggregate=False))
-    assert cost.is_local_cheaper(decode("d"), None, replace(long, pinned_prefill="d"))
-    short = replace(WISHES, num_tokens=2, local_prefill_tokens=64, pinned_prefill="p")
+    assert not cost.is_local_cheaper(colocated, sender, long._replace(disaggregate=True))
+    assert cost.is_local_cheaper(decode("d"), sender, long._replace(disaggregate=False))
+    assert cost.is_local_cheaper(decode("d"), None, long._replace(pinned_prefill="d"))
+    short = WISHES._replace(num_tokens=2, local_prefill_tokens=64, pinned_prefill="p")
     assert not cost.is_local_cheaper(decode("d"), sender, short)

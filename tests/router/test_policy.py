@@ -41,7 +41,7 @@ def test_b08_a_full_worker_is_asked_only_for_a_higher_priority() -> None:
     ]
     assert names(policy.free_decoders(fleet, WISHES)) == ["free"]
     assert policy.yielding_decoders(fleet, WISHES) == []
-    urgent = replace(WISHES, row=Row(4, priority=3))
+    urgent = WISHES._replace(row=Row(4, priority=3))
     assert names(policy.yielding_decoders(fleet, urgent)) == ["low"]
 
 
@@ -62,14 +62,14 @@ def test_who_cannot_decode_is_not_asked() -> None:
         view("lost"),
         view("good"),
     ]
-    wishes = replace(WISHES, lost={"lost"})
+    wishes = WISHES._replace(lost={"lost"})
     assert names(policy.free_decoders(fleet, wishes)) == ["good"]
     assert names(policy.capable_decoders(fleet, wishes)) == ["full", "good"]
 
 
 def test_suspended_and_avoided_workers_are_a_last_resort() -> None:
     fleet = [view("sick", is_suspended=True), view("avoided"), view("well", num_rows=7)]
-    wishes = replace(WISHES, avoided={"avoided"})
+    wishes = WISHES._replace(avoided={"avoided"})
     assert names(policy.free_decoders(fleet, wishes)) == ["well"]
     assert names(policy.free_decoders(fleet[:2], wishes)) == ["sick", "avoided"]
 
@@ -77,16 +77,16 @@ def test_suspended_and_avoided_workers_are_a_last_resort() -> None:
 def test_colocated_workers_prefill_for_others_only_when_asked() -> None:
     fleet = [view("a", "colocated"), view("b", "colocated")]
     assert policy.capable_prefills(fleet, "a", WISHES) == []
-    for asked in (replace(WISHES, disaggregate=True), replace(WISHES, pinned_prefill="b")):
+    for asked in (WISHES._replace(disaggregate=True), WISHES._replace(pinned_prefill="b")):
         assert names(policy.capable_prefills(fleet, "a", asked)) == ["b"]
 
 
 def test_b06_a_pin_holds_for_its_own_hop_only() -> None:
     fleet = [view("p0", "prefill"), view("p1", "prefill"), view("d0"), view("d1")]
-    on_decode = replace(WISHES, pinned_decode="d1")
+    on_decode = WISHES._replace(pinned_decode="d1")
     assert names(policy.free_decoders(fleet, on_decode)) == ["d1"]
     assert names(policy.capable_prefills(fleet, "d1", on_decode)) == ["p0", "p1"]
-    on_prefill = replace(WISHES, pinned_prefill="p1")
+    on_prefill = WISHES._replace(pinned_prefill="p1")
     assert names(policy.free_decoders(fleet, on_prefill)) == ["d0", "d1"]
     assert names(policy.capable_prefills(fleet, "d0", on_prefill)) == ["p1"]
 
@@ -130,7 +130,7 @@ def test_power_of_two_takes_the_less_loaded_of_two_drawn_evenly() -> None:
     fleet = [view(f"d{n}", num_rows=n) for n in range(4)]
     first = Counter()
     for draw in range(1200):
-        ranked = policies.power_of_two(fleet, replace(WISHES, draw=draw), "decode")
+        ranked = policies.power_of_two(fleet, WISHES._replace(draw=draw), "decode")
         assert sorted(names(ranked)) == ["d0", "d1", "d2", "d3"]
         first[ranked[0].name] += 1
     assert first == {"d0": 600, "d1": 400, "d2": 200}, "the worst of four never wins a draw of two"
@@ -147,14 +147,14 @@ def test_least_kv_and_least_requests_count_what_they_say() -> None:
 
 
 def test_prefix_affinity_goes_by_the_longest_prefix_then_by_load() -> None:
-    wishes = replace(WISHES, cached_tokens={"a": 32, "b": 64, "c": 64})
+    wishes = WISHES._replace(cached_tokens={"a": 32, "b": 64, "c": 64})
     fleet = [view("a"), view("b", num_rows=3), view("c", num_rows=1)]
     assert names(policies.prefix_affinity(fleet, wishes, "decode")) == ["c", "b", "a"]
 
 
 def test_sessions_spread_evenly_and_move_only_with_their_worker() -> None:
     fleet = [view(f"d{n}") for n in range(4)]
-    sessions = [replace(WISHES, session_id=f"session-{n}") for n in range(400)]
+    sessions = [WISHES._replace(session_id=f"session-{n}") for n in range(400)]
     homes = [policies.session_affinity(fleet, wishes, "decode")[0].name for wishes in sessions]
     assert min(Counter(homes).values()) > 60
     fewer = [policies.session_affinity(fleet[:3], wishes, "decode")[0].name for wishes in sessions]
@@ -168,7 +168,7 @@ def test_length_aware_goes_by_measured_speed_and_spills() -> None:
         view("slow", "prefill", prefill_line=slow),
         view("fast", "prefill", prefill_line=fast, num_prefill_tokens=100),
     ]
-    long, short = replace(WISHES, is_long=True), WISHES
+    long, short = WISHES._replace(is_long=True), WISHES
     assert names(policies.length_aware(fleet, short, "prefill"))[0] == "slow"
     idle = [fleet[0], replace(fleet[1], num_prefill_tokens=0)]
     assert names(policies.length_aware(idle, long, "prefill"))[0] == "fast"
