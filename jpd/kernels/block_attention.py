@@ -17,6 +17,10 @@ from jpd.kernels.scores import AttentionSettings, masked_scores, visible
 KEYS_PER_BLOCK = 128
 """A row's last block is read whole, and is mostly not full."""
 
+KEYS_PER_QUERY_BLOCK = 32
+"""Of a single query: its products are so small that XLA would spread larger ones over threads that
+then mostly wait for each other (two cores, 32 rows: twice the CPU time, a third more wall time)."""
+
 QUERIES_PER_BLOCK = 128
 """Of the blocks that only some of its queries see, half is computed for nothing."""
 
@@ -24,7 +28,7 @@ QUERIES_PER_BLOCK = 128
 class _Queries(NamedTuple):
     """Queries of one row that are computed together."""
 
-    queries: jax.Array  # [T, K, G, H]
+    queries: jax.Array  # [K, G, T, H]: as products want them, turned once for all blocks of keys
     positions: jax.Array  # int32 [T]
     page_table: jax.Array  # int32 [pages of the sequence]
     kv_length: jax.Array  # int32
@@ -49,9 +53,11 @@ def attend_in_blocks(
         query_positions = jnp.pad(query_positions, ((0, 0), (0, missing)), mode="edge")
     per_row = (num_queries + missing) // width
     blocks = _Queries(
-        queries.reshape(num_rows * per_row, width, *queries.shape[2:]),
+        jnp.transpose(
+            queries.reshape(num_rows * per_row, width, *queries.shape[2:]), (0, 2, 3, 1, 4)
+        ),
         query_positions.reshape(num_rows * per_row, width),
-        jnp.repeat(_whole_blocks(page_table, pages.shape[1]), per_row, axis=0),
+        jnp.repeat(_whole_blocks(page_table, pages.shape[1], width), per_row, axis=0),
         jnp.repeat(kv_lengths, per_row),
     )
     out = jax.lax.map(lambda block: _attend(block, pages, sinks, settings), blocks)
@@ -59,14 +65,15 @@ def attend_in_blocks(
     return joined[:, :num_queries]
 
 
-def _pages_per_block(num_pages: int, page_size: int) -> int:
-    return min(num_pages, max(1, KEYS_PER_BLOCK // page_size))
+def _pages_per_block(num_pages: int, page_size: int, num_queries: int) -> int:
+    num_keys = KEYS_PER_QUERY_BLOCK if num_queries == 1 else KEYS_PER_BLOCK
+    return min(num_pages, max(1, num_keys // page_size))
 
 
-def _whole_blocks(page_table: jax.Array, page_size: int) -> jax.Array:
+def _whole_blocks(page_table: jax.Array, page_size: int, num_queries: int) -> jax.Array:
     """The table widened to whole blocks with page 0, which is masked like all not written."""
     num_pages = page_table.shape[1]
-    missing = -num_pages % _pages_per_block(num_pages, page_size)
+    missing = -num_pages % _pages_per_block(num_pages, page_size, num_queries)
     return jnp.pad(page_table, ((0, 0), (0, missing)))
 
 
@@ -74,8 +81,8 @@ def _attend(
     block: _Queries, pages: jax.Array, sinks: jax.Array | None, settings: AttentionSettings
 ) -> jax.Array:  # [T, K, G, value width]
     page_size, num_pages = pages.shape[1], block.page_table.shape[0]
-    width, kv_heads, group = block.queries.shape[:3]
-    per_block = _pages_per_block(num_pages, page_size)
+    kv_heads, group, width = block.queries.shape[:3]
+    per_block = _pages_per_block(num_pages, page_size, width)
     num_keys = per_block * page_size
     low, high = settings.value_columns
 
@@ -114,7 +121,7 @@ def _add_keys(
     queries = block.queries
     keys = _columns(pages, page_ids, 0, queries.shape[-1]).astype(queries.dtype)
     values = _columns(pages, page_ids, *settings.value_columns).astype(queries.dtype)
-    products = jnp.einsum("tkgh,ksh->kgts", queries, keys, preferred_element_type=jnp.float32)
+    products = jnp.einsum("kgth,ksh->kgts", queries, keys, preferred_element_type=jnp.float32)
     key_positions = first_position + jnp.arange(keys.shape[1], dtype=jnp.int32)
     mask = visible(block.positions, key_positions, block.kv_length, settings.sliding_window)
     scores = masked_scores(products, mask, settings)
