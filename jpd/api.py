@@ -26,6 +26,7 @@ from jpd.checkpoint.progress import ProgressCallback
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.backend import Backend
+from jpd.frontend.border import DEFAULT_MAX_CALLS
 from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.job import GenerateJob
 from jpd.frontend.loop_thread import LoopThread
@@ -224,16 +225,18 @@ class Server:
         api_key: str | None = None,
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
+        max_calls: int = DEFAULT_MAX_CALLS,
     ) -> Endpoints:
         """Open the HTTP and gRPC doors; port 0 is a free one, None leaves that door shut.
 
         With `api_key` callers must send it as a Bearer token; `tls_cert` and `tls_key` are PEM
-        files. Returns where the doors are. Raises ConfigError, and OSError when a port cannot be
-        had.
+        files; at each door at most `max_calls` calls are under way. Returns where the doors are.
+        Raises ConfigError, and OSError when a port cannot be had.
         """
         files = [None if name is None else Path(name) for name in (tls_cert, tls_key)]
         security = DoorSecurity(api_key, *files)
-        return self._bridge().run(self._core().serve(host, http_port, grpc_port, security))
+        opening = self._core().serve(host, http_port, grpc_port, security, max_calls)
+        return self._bridge().run(opening)
 
     def wait_for_signal(self, when_armed: Callable[[], None] | None = None) -> signal.Signals:
         """Block until SIGINT or SIGTERM comes, and return it. On the main thread only.

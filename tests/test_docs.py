@@ -14,6 +14,7 @@ from jpd.cli_bench import BENCHMARKS
 from jpd.frontend.admin import AdminRoutes
 from jpd.frontend.openai_http import OpenAiRoutes
 from jpd.frontend.operations import OperationRoutes
+from jpd.frontend.page_routes import PageRoutes
 from jpd.mesh_file import DEFAULT_SLOTS, load_deployment
 from jpd.metrics import Metrics
 from jpd.nn.families import FAMILIES
@@ -90,12 +91,13 @@ def test_every_metric_is_told(repo: Path) -> None:
 
 def test_every_route_is_told(repo: Path) -> None:
     text = (repo / "docs" / "doors.md").read_text()
-    told = set(re.findall(r"`((?:GET|POST|DELETE) /\S+)`", text))
+    told = set(re.findall(r"`((?:GET|POST|DELETE) /[^\s`]*)`", text))
     found = set()
     nothing: Any = None
     for routes in (
         OpenAiRoutes(nothing),
         OperationRoutes(nothing, nothing),
+        PageRoutes(nothing, nothing),
         AdminRoutes(nothing, None),
     ):
         for route in routes.router.routes:

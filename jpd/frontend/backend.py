@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from jpd.config import DeploymentConfig
+from jpd.frontend.border import DEFAULT_MAX_CALLS
 from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.job import GenerateJob
 from jpd.frontend.operations import HealthReport, ServerFacts
@@ -103,7 +104,12 @@ class Backend:
                 yield delta
 
     async def serve(
-        self, host: str, http_port: int | None, grpc_port: int | None, security: DoorSecurity
+        self,
+        host: str,
+        http_port: int | None,
+        grpc_port: int | None,
+        security: DoorSecurity,
+        max_calls: int = DEFAULT_MAX_CALLS,
     ) -> Endpoints:
         """Open doors; may be called again for other ports. Raises OSError."""
         facts = ServerFacts(
@@ -112,8 +118,9 @@ class Backend:
             self._workforce,
             self._admin_token,
             self._trace.requests,
+            self._router.activity,
         )
-        doors = FrontendServer(self._service, facts, security=security)
+        doors = FrontendServer(self._service, facts, security=security, max_calls=max_calls)
         endpoints = await doors.start(host, http_port, grpc_port)
         self._doors.append(doors)
         return endpoints

@@ -2,27 +2,32 @@
 
 1. A request id of our own, sent back in X-Request-Id; the client's id only goes into the log line.
 2. Who does not show the API key, where one is needed, is refused before the body is read.
-3. Bodies above the limit are refused before they are read whole.
+3. Calls beyond the limit of those at a time, and bodies above the limit, are refused before they
+   are read whole; what only looks at the server is always answered.
 4. A client that goes away cancels the task of its request at once, streaming or not.
 5. An exception no one expected becomes a 500 without its text, or the end of a begun stream.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jpd.frontend.door_security import DoorSecurity
+from jpd.errors import OverloadedError
+from jpd.frontend.door_security import OPEN_FOLDERS, DoorSecurity
 from jpd.frontend.errors import BodyTooLargeError, describe
 from jpd.frontend.responses import failure_response
 
 logger = logging.getLogger("jpd.http")
 
 MAX_CLIENT_ID_CHARS = 128
+DEFAULT_MAX_CALLS = 4096
+RETRY_AFTER_SECONDS = 1.0
 
 _Message = MutableMapping[str, Any]
 
@@ -30,10 +35,14 @@ _Message = MutableMapping[str, Any]
 class Border:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, security: DoorSecurity) -> None:
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, security: DoorSecurity, max_calls: int
+    ) -> None:
         self._app = app
         self._security = security
         self._max_body_bytes = max_body_bytes
+        self._max_calls = max_calls
+        self._num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,7 +53,8 @@ class Border:
         try:
             exchange.check_key(self._security)
             exchange.check_length()
-            await self._app(scope, exchange.receive, exchange.send)
+            with self._counted(scope):
+                await self._app(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
             if not exchange.client_gone:
                 raise
@@ -52,6 +62,20 @@ class Border:
             await exchange.fail(error)
         finally:
             exchange.close()
+
+    @contextlib.contextmanager
+    def _counted(self, scope: Scope) -> Iterator[None]:
+        """Around one call. Raises OverloadedError when too many are under way."""
+        if scope["method"] != "POST" or scope["path"].startswith(OPEN_FOLDERS):
+            yield
+            return
+        if self._num_calls >= self._max_calls:
+            raise OverloadedError(f"{self._num_calls} calls are under way", RETRY_AFTER_SECONDS)
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
 
 
 class _Exchange:

@@ -1,8 +1,8 @@
 """Who may use the public doors: an API key that every caller shows, and TLS.
 
-Open without the key are only /health, the API's own pages, and gRPC's health service; /admin has a
-rule of its own. Read by both doors; made by `jpd.api`. Between jpd's own processes other rules
-hold: see `jpd.rpc.security`.
+Open without the key are only /health, the page without its data, the API's own pages, and gRPC's
+health service; /admin has a rule of its own. Read by both doors; made by `jpd.api`. Between jpd's
+own processes other rules hold: see `jpd.rpc.security`.
 """
 
 import hmac
@@ -12,8 +12,10 @@ from pathlib import Path
 
 from jpd.errors import ConfigError, JpdError, Problem
 
-OPEN_PATHS = frozenset(("/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
-OTHER_RULES = ("/admin/",)
+OPEN_PATHS = frozenset(
+    ("/", "/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+)
+OPEN_FOLDERS = ("/admin/", "/page/")
 OPEN_GRPC_SERVICES = ("/grpc.health.v1.Health/",)
 
 
@@ -55,7 +57,7 @@ class DoorSecurity:
 
     def check_path(self, path: str, authorization: bytes) -> None:
         """Raises UnauthorizedError for an HTTP request without the key, where one is needed."""
-        if path not in OPEN_PATHS and not path.startswith(OTHER_RULES):
+        if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDERS):
             self._check(authorization)
 
     def check_method(self, method: str, authorization: bytes) -> None:

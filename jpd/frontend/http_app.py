@@ -13,11 +13,12 @@ from starlette.exceptions import HTTPException
 
 from jpd.errors import JpdError, RequestError
 from jpd.frontend.admin import AdminRoutes
-from jpd.frontend.border import Border
+from jpd.frontend.border import DEFAULT_MAX_CALLS, Border
 from jpd.frontend.door_security import NO_SECURITY, DoorSecurity
 from jpd.frontend.errors import RouteError, describe
 from jpd.frontend.openai_http import GENERATION_PATHS, OpenAiRoutes
 from jpd.frontend.operations import OperationRoutes, ServerFacts, jpd_version
+from jpd.frontend.page_routes import PageRoutes
 from jpd.frontend.responses import failure_response
 from jpd.frontend.service import TextService
 
@@ -29,6 +30,7 @@ def create_app(
     facts: ServerFacts,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     security: DoorSecurity = NO_SECURITY,
+    max_calls: int = DEFAULT_MAX_CALLS,
 ) -> FastAPI:
     """The whole HTTP app; it must run on the event loop of the service's router."""
     app = FastAPI(
@@ -40,9 +42,12 @@ def create_app(
     shown = [] if security.api_key is None else [Depends(HTTPBearer(auto_error=False))]
     app.include_router(OpenAiRoutes(service).router, dependencies=shown)
     app.include_router(OperationRoutes(service, facts).router, dependencies=shown)
+    app.include_router(PageRoutes(service, facts).router, dependencies=shown)
     if facts.workforce is not None:
         app.include_router(AdminRoutes(facts.workforce, facts.admin_token).router)
-    app.add_middleware(Border, max_body_bytes=max_body_bytes, security=security)
+    app.add_middleware(
+        Border, max_body_bytes=max_body_bytes, security=security, max_calls=max_calls
+    )
     app.add_exception_handler(JpdError, _on_error)
     app.add_exception_handler(RequestValidationError, partial(_on_invalid, service))
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -21,6 +21,7 @@ from jpd.frontend.service import TextService
 from jpd.frontend.tool_fields import read_tools
 from jpd.frontend.workforce import Workforce
 from jpd.metrics import CONTENT_TYPE
+from jpd.router.activity import Activity
 from jpd.router.health import WorkerHealth
 from jpd.router.trace import RequestTrace, chrome_trace
 
@@ -35,6 +36,10 @@ class HealthReport:
     workers: tuple[WorkerHealth, ...] = ()
 
 
+Look = Callable[[float], Activity]
+"""At what goes on, and at what ended after a time of the router's clock."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
     """What the doors tell about the server; each call is cheap and runs on the event loop."""
@@ -44,6 +49,7 @@ class ServerFacts:
     workforce: Workforce | None = None
     admin_token: str | None = None  # of operators on other machines; None: there are none
     traces: Callable[[], Sequence[RequestTrace]] = tuple  # of the last requests
+    look: Look | None = None  # at what goes on
 
 
 class OperationRoutes:

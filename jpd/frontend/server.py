@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI
 
+from jpd.frontend.border import DEFAULT_MAX_CALLS
 from jpd.frontend.door_security import NO_SECURITY, DoorSecurity
 from jpd.frontend.grpc_server import GrpcServer
 from jpd.frontend.http_app import DEFAULT_MAX_BODY_BYTES, create_app
@@ -48,7 +49,10 @@ class FrontendServer:
         facts: ServerFacts,
         max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
         security: DoorSecurity = NO_SECURITY,
+        max_calls: int = DEFAULT_MAX_CALLS,
     ) -> None:
+        """At each door at most `max_calls` calls are under way at a time."""
+        self._max_calls = max_calls
         self._service = service
         self._facts = facts
         self._max_body_bytes = max_body_bytes
@@ -65,11 +69,17 @@ class FrontendServer:
         bound_grpc: int | None = None
         try:
             if http_port is not None:
-                app = create_app(self._service, self._facts, self._max_body_bytes, self._security)
+                app = create_app(
+                    self._service,
+                    self._facts,
+                    self._max_body_bytes,
+                    self._security,
+                    self._max_calls,
+                )
                 self._http = _HttpServer(app, _listen(host, http_port), self._security)
                 bound_http = await self._http.start()
             if grpc_port is not None:
-                self._grpc = GrpcServer(self._service, self._facts, self._security)
+                self._grpc = GrpcServer(self._service, self._facts, self._security, self._max_calls)
                 bound_grpc = await self._grpc.start(host, grpc_port)
         except BaseException:
             await self.stop(0.0)

@@ -113,7 +113,7 @@ class RequestRecord:
         if is_empty or state not in TRANSITIONS[self.state]:
             raise IllegalTransitionError(f"{self.internal_id}: {self.state} -> {state}")
         self._charge(max(0.0, now - self.phase_started))
-        self._note_span(now)
+        self.spans = self.spans_until(now)
         self.phase_started = max(now, self.phase_started)
         self.state = state
 
@@ -128,18 +128,19 @@ class RequestRecord:
             case _:
                 self.timeline.decode_seconds += seconds
 
-    def _note_span(self, now: float) -> None:
-        phase, start = _PHASES[self.state], self.phase_started
-        if now <= start:
-            return
+    def spans_until(self, now: float) -> list[PhaseSpan]:
+        """All spans; of a live request the present phase until `now` is the last."""
+        start = self.phase_started
+        if not self.is_live or now <= start:
+            return list(self.spans)
+        phase = _PHASES[self.state]
         timeline = self.timeline
         names = {"queue": "", "prefill": timeline.prefill_worker}
         worker = names.get(phase, timeline.decode_worker)
         last = self.spans[-1] if self.spans else None
         if last is not None and (last.phase, last.worker, last.end) == (phase, worker, start):
-            self.spans.pop()
-            start = last.start
-        self.spans.append(PhaseSpan(phase, worker, start, now))
+            return [*self.spans[:-1], PhaseSpan(phase, worker, last.start, now)]
+        return [*self.spans, PhaseSpan(phase, worker, start, now)]
 
     def next_attempt(self) -> Attempt:
         """The prompt and all tokens sent so far, what is left to ask for, and a new id."""

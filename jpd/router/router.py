@@ -19,6 +19,7 @@ from jpd.config import RouterConfig, SloConfig
 from jpd.errors import RequestError, WorkerError
 from jpd.metrics import Metrics
 from jpd.request import MAX_TOKENS, Request
+from jpd.router.activity import Activity, running_traces, worker_activity
 from jpd.router.admission import WaitingRoom
 from jpd.router.fleet import Fleet
 from jpd.router.health import POLL_SECONDS, STUCK_SECONDS, Health, HealthMonitor, judge
@@ -119,6 +120,18 @@ class Router:
         """The verdict of this moment."""
         limit = self._parts.config.local_prefill_tokens
         return judge(self._parts.fleet, limit, self._is_draining)
+
+    def activity(self, since: float) -> Activity:
+        """What goes on, and what ended after `since`, a time of this router's clock."""
+        now, parts = self._parts.clock(), self._parts
+        return Activity(
+            now=now,
+            is_draining=self._is_draining,
+            num_waiting=parts.waiting_room.num_waiting,
+            workers=tuple(worker_activity(entry) for entry in parts.fleet.entries),
+            running=running_traces((journey.record for journey in self._journeys.values()), now),
+            ended=self.trace.ended_after(since),
+        )
 
     @property
     def num_requests(self) -> int:

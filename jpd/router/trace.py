@@ -1,10 +1,11 @@
-"""The phases of the last requests that ended, as a trace that Chrome and Perfetto show.
+"""The phases of requests, and of the last ones that ended a trace that Chrome and Perfetto show.
 
 One lane for the queue and one for each worker; phases that overlap in a lane stand in rows of it.
 Holds a fixed number of requests. Filled by journeys, on the router's event loop.
 """
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,30 @@ QUEUE_LANE = "queue"
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """One request that ended."""
+    """One request. While it runs its last span ends when it was looked at."""
 
     request_id: str
     state: RequestState
     num_prompt_tokens: int
     num_output_tokens: int
     spans: tuple[PhaseSpan, ...]
+    end: float = 0.0  # seconds of the router's clock
+    ttft_seconds: float = 0.0
+    tpot_seconds: float = 0.0
+
+
+def trace_of(record: RequestRecord, now: float) -> RequestTrace:
+    """What there is to see of a request: also of one that still runs."""
+    return RequestTrace(
+        record.request.request_id,
+        record.state,
+        record.request.num_prompt_tokens,
+        len(record.sent_token_ids),
+        tuple(record.spans_until(now)[-MAX_SPANS_PER_REQUEST:]),
+        now if record.is_live else record.phase_started,
+        record.timeline.ttft_seconds,
+        record.timeline.tpot_seconds,
+    )
 
 
 class TraceLog:
@@ -38,19 +56,16 @@ class TraceLog:
 
     def note(self, record: RequestRecord) -> None:
         """Keep the phases of a request that has ended."""
-        self._requests.append(
-            RequestTrace(
-                record.request.request_id,
-                record.state,
-                record.request.num_prompt_tokens,
-                len(record.sent_token_ids),
-                tuple(record.spans[-MAX_SPANS_PER_REQUEST:]),
-            )
-        )
+        self._requests.append(trace_of(record, record.phase_started))
 
     def requests(self) -> Sequence[RequestTrace]:
         """In the order in which they ended."""
         return tuple(self._requests)
+
+    def ended_after(self, time: float) -> tuple[RequestTrace, ...]:
+        """Those that ended later than `time`, in the order in which they did."""
+        late = itertools.takewhile(lambda trace: trace.end > time, reversed(self._requests))
+        return tuple(late)[::-1]
 
 
 def chrome_trace(requests: Iterable[RequestTrace]) -> dict[str, object]:

@@ -24,8 +24,8 @@ from jpd.rpc import jpd_pb2, jpd_pb2_grpc
 from tests.frontend.fake_router import FakeRouter, make_model, make_tokenizer
 
 KEY = "sk-secret"
-OPEN = ("/health", "/docs", "/openapi.json")
-GUARDED = ("/metrics", "/version", "/v1/models", "/nowhere", "/docs/x", "//health")
+OPEN = ("/", "/page/page.js", "/health", "/docs", "/openapi.json")
+GUARDED = ("/metrics", "/version", "/v1/models", "/nowhere", "/docs/x", "//health", "/activity")
 
 Opener = Callable[[DoorSecurity], Endpoints]
 
@@ -81,12 +81,13 @@ def test_the_official_client_with_and_without_the_key(doors: Endpoints) -> None:
 
 
 def test_what_is_open_without_a_key(doors: Endpoints) -> None:
-    with httpx.Client(base_url=f"http://127.0.0.1:{doors.http_port}") as http:
-        assert [http.get(path).status_code for path in OPEN] == [200] * len(OPEN)
-        assert [http.get(path).status_code for path in GUARDED] == [401] * len(GUARDED)
+    url = f"http://127.0.0.1:{doors.http_port}"
+    with httpx.Client() as http:
+        assert [http.get(url + path).status_code for path in OPEN] == [200] * len(OPEN)
+        assert [http.get(url + path).status_code for path in GUARDED] == [401] * len(GUARDED)
         known = {"authorization": f"bearer {KEY}"}
-        assert http.get("/metrics", headers=known).status_code == 200
-        page = http.get("/openapi.json").json()
+        assert http.get(f"{url}/metrics", headers=known).status_code == 200
+        page = http.get(f"{url}/openapi.json").json()
     assert page["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
     assert page["paths"]["/v1/completions"]["post"]["security"] == [{"HTTPBearer": []}]
 

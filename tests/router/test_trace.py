@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jpd.request import RequestState
+from jpd.request import RequestState, Timeline
 from jpd.router.record import PhaseSpan
 from jpd.router.trace import MAX_SPANS_PER_REQUEST, RequestTrace, TraceLog, chrome_trace
 from tests.router.rig import rig
@@ -77,16 +77,45 @@ def test_spans_that_overlap_are_in_rows_of_their_lane() -> None:
     assert rows == [(1, 0, 4), (2, 1, 2), (2, 2, 3)]
 
 
+@virtual
+async def test_a_look_shows_what_runs_and_what_has_ended_since() -> None:
+    workers = (
+        FakeWorker("prefill-0", "prefill", prefill_token_seconds=0.3),
+        FakeWorker("decode-0", "decode", step_seconds=0.5, slots=1),
+    )
+    async with rig(*workers) as made:
+        start = made.now
+        answers = [made.begin(made.request(max_tokens=3)), made.begin(made.request(max_tokens=3))]
+        await asyncio.sleep(0.5)
+        look = made.router.activity(since=start)
+        first, second = look.running
+        assert (look.now, look.num_waiting, look.ended) == (start + 0.5, 1, ())
+        assert first.spans == (PhaseSpan("prefill", "prefill-0", start, start + 0.5),)
+        assert second.spans == (PhaseSpan("queue", "", start, start + 0.5),)
+        prefill, decode = look.workers
+        assert (prefill.num_prefills, decode.num_rows, decode.num_slots) == (1, 1, 1)
+        await asyncio.gather(*answers)
+        look = made.router.activity(since=start)
+        assert [trace.request_id for trace in look.ended] == [first.request_id, second.request_id]
+        assert look.ended[0].ttft_seconds == pytest.approx(0.9)
+        assert look.ended[0].tpot_seconds == pytest.approx(0.5)
+        assert not look.running and not look.is_draining
+        assert made.router.activity(since=look.ended[0].end).ended == look.ended[1:]
+
+
 def test_memory_is_bounded() -> None:
     log = TraceLog(max_requests=3)
     for number in range(5):
-        spans = [PhaseSpan("queue", "", time, time + 1.0) for time in range(100)]
-        request = SimpleNamespace(request_id=str(number), num_prompt_tokens=1)
-        log.note(
-            SimpleNamespace(  # type: ignore[arg-type]  # what it reads of a record
-                request=request, state=RequestState.FINISHED, sent_token_ids=[], spans=spans
-            )
+        record: Any = SimpleNamespace(  # what it reads of a record
+            request=SimpleNamespace(request_id=str(number), num_prompt_tokens=1),
+            state=RequestState.FINISHED,
+            is_live=False,
+            phase_started=100.0 + number,
+            timeline=Timeline(),
+            sent_token_ids=[],
+            spans_until=lambda now: [PhaseSpan("queue", "", t, t + 1.0) for t in range(100)],
         )
+        log.note(record)
     assert [trace.request_id for trace in log.requests()] == ["2", "3", "4"]
     assert {len(trace.spans) for trace in log.requests()} == {MAX_SPANS_PER_REQUEST}
     assert len(drawn(list(log.requests()))) == 3 * MAX_SPANS_PER_REQUEST
