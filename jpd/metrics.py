@@ -34,31 +34,48 @@ class Metrics:
 
     def _add_latencies(self) -> None:
         long, short = LATENCY_BUCKETS_SECONDS, TOKEN_BUCKETS_SECONDS
+        where = ("worker", "role")  # who did it, and as what
         self.time_to_first_token_seconds = self._histogram(
-            "time_to_first_token_seconds", "arrival to first token handed out", long
+            "time_to_first_token_seconds", "arrival to first token handed out", long, *where
         )
         self.inter_token_latency_seconds = self._histogram(
-            "inter_token_latency_seconds", "gap between two consecutive tokens of a request", short
+            "inter_token_latency_seconds",
+            "gap between two consecutive tokens of a request",
+            short,
+            *where,
         )
         self.time_per_output_token_seconds = self._histogram(
-            "time_per_output_token_seconds", "mean gap of a request after its first token", short
+            "time_per_output_token_seconds",
+            "mean gap of a request after its first token",
+            short,
+            *where,
         )
         self.request_queue_seconds = self._histogram(
             "request_queue_seconds", "arrival to reservation held", long
         )
         self.request_prefill_seconds = self._histogram(
-            "request_prefill_seconds", "reservation to first token sampled", long
+            "request_prefill_seconds", "reservation to first token sampled", long, *where
         )
         self.kv_transfer_seconds = self._histogram(
-            "kv_transfer_seconds", "first token sampled to last KV page on the decode worker", long
+            "kv_transfer_seconds",
+            "first token sampled to last KV page on the decode worker",
+            long,
+            *where,
         )
 
     def _add_counters(self) -> None:
-        self.kv_transfer_bytes = self._counter("kv_transfer_bytes", "KV moved between meshes")
-        self.prefix_cache_hit_tokens = self._counter(
-            "prefix_cache_hit_tokens", "prompt tokens not computed, thanks to the prefix cache"
+        where = ("worker", "role")
+        self.kv_transfer_bytes = self._counter(
+            "kv_transfer_bytes", "KV moved between meshes, to this one", *where
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of prefilled requests")
+        self.prefix_cache_hit_tokens = self._counter(
+            "prefix_cache_hit_tokens",
+            "prompt tokens not computed, thanks to the prefix cache",
+            *where,
+        )
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "prompt tokens of prefilled requests", *where
+        )
         self.output_tokens = self._counter("output_tokens", "tokens handed to the frontends")
         self.replayed_tokens = self._counter(
             "replayed_tokens", "tokens prefilled again after a preemption or a lost worker"
@@ -72,7 +89,7 @@ class Metrics:
         self.placements = self._counter(
             "placements", "attempts placed, by what tipped the scales", "policy", "reason"
         )
-        self.retries = self._counter("retries", "attempts begun again", "reason")
+        self.retries = self._counter("retries", "attempts begun again", "reason", *where)
         self.preemptions = self._counter(
             "preemptions", "attempts whose room was taken back for others", "worker"
         )
@@ -126,13 +143,14 @@ class Metrics:
 
     def observe_phases(self, timeline: Timeline, num_output_tokens: int) -> None:
         """Account for a request that ended; phases it never reached are left out."""
+        prefill, decode = (timeline.prefill_worker, "prefill"), (timeline.decode_worker, "decode")
         self.request_queue_seconds.observe(timeline.queue_seconds)
         if num_output_tokens:
-            self.request_prefill_seconds.observe(timeline.prefill_seconds)
+            self.request_prefill_seconds.labels(*prefill).observe(timeline.prefill_seconds)
         if timeline.transfer_seconds > 0.0 or timeline.kv_bytes:
-            self.kv_transfer_seconds.observe(timeline.transfer_seconds)
+            self.kv_transfer_seconds.labels(*decode).observe(timeline.transfer_seconds)
         if num_output_tokens > 1:
-            self.time_per_output_token_seconds.observe(timeline.tpot_seconds)
+            self.time_per_output_token_seconds.labels(*decode).observe(timeline.tpot_seconds)
 
     def render(self) -> bytes:
         """The Prometheus text format; serve it as CONTENT_TYPE."""
@@ -141,11 +159,18 @@ class Metrics:
         return b"".join(line for line in lines if not _CREATED.match(line))
 
     def value(self, name: str, **labels: str) -> float:
-        """One sample by its full name (`jpd:requests_total`); 0.0 when it was never touched."""
-        return self.registry.get_sample_value(name, labels) or 0.0
+        """The sum of the samples of a full name (`jpd:requests_total`) that have these labels."""
+        return sum(
+            sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"jpd:{name}", text, registry=self.registry, buckets=buckets)
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(f"jpd:{name}", text, labels, registry=self.registry, buckets=buckets)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"jpd:{name}", text, labels, registry=self.registry)

@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -73,7 +74,9 @@ class JpdServicer:
         request_id = uuid.uuid4().hex
         trailers: Trailers = [("jpd-request-id", request_id)]
         try:
-            async with aclosing(self._messages(_parsed(request), context, trailers)) as messages:
+            async with aclosing(
+                self._messages(_parsed(request), context, request_id, trailers)
+            ) as messages:
                 async for message in messages:
                     yield message
             context.set_trailing_metadata(trailers)
@@ -84,11 +87,13 @@ class JpdServicer:
         self,
         request: jpd_pb2.GenerateRequest,
         context: Context,
+        request_id: str,
         trailers: Trailers,
     ) -> AsyncGenerator[jpd_pb2.GenerateResponse, None]:
         """Appends to `trailers` as choices end."""
         with self._service.counting_refusals():
             job = await read_job(request, self._service, context.time_remaining())
+            job = replace(job, request_id=request_id)
             prepared = await self._service.prepare(job)
         counter = UsageCounter(prepared)
         num_running = prepared.num_choices
@@ -142,11 +147,17 @@ class GrpcServer:
     """The server and its health task. `start` and `stop` once each, on the router's event loop."""
 
     def __init__(
-        self, service: TextService, facts: ServerFacts, security: DoorSecurity = NO_SECURITY
+        self,
+        service: TextService,
+        facts: ServerFacts,
+        security: DoorSecurity = NO_SECURITY,
+        max_calls: int | None = None,
     ) -> None:
+        """Calls beyond `max_calls` at a time end with RESOURCE_EXHAUSTED."""
         self._facts = facts
         self._security = security
         self._server = grpc.aio.server(
+            maximum_concurrent_rpcs=max_calls,
             interceptors=[] if security.api_key is None else [_KeyGuard(security)],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

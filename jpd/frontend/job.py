@@ -7,6 +7,7 @@ by TextService.
 import dataclasses
 import math
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,7 @@ class GenerateJob:
     disaggregate: bool | None = None
     tools: ToolUse | None = None  # calls of functions are taken out of the text
     arrival_time: float = field(default_factory=time.monotonic)
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # ours, never the client's
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,11 @@ class PreparedJob:
     def num_prompt_tokens(self) -> int:
         """Of all prompts, each counted once."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    def id_of(self, index: int) -> str:
+        """The id of a choice's request: the job's own if it is the only one."""
+        name = self.job.request_id
+        return name if self.num_choices == 1 else f"{name}-{index}"
 
     def prompt_of(self, index: int) -> EncodedPrompt:
         return self.prompts[index // self.job.n]

@@ -83,7 +83,7 @@ class OpenAiRoutes:
             fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | body.sampling_fields()
             prompts = read_prompts(body.prompt)
             sampling = read_sampling(fields, self._service.model.default_sampling)
-            job = _job(body, sampling, prompts, x_session_id, arrival_time)
+            job = _job(request, body, sampling, prompts, x_session_id, arrival_time)
             prepared = await self._service.prepare(job)
         return await self._answer(request, body, "completion", prepared)
 
@@ -106,7 +106,7 @@ class OpenAiRoutes:
                 () if tools is None else tools.tools,
             )
             sampling = with_grammar(read_sampling(fields, model.default_sampling), tools)
-            job = _job(body, sampling, (prompt,), x_session_id, arrival_time, tools)
+            job = _job(request, body, sampling, (prompt,), x_session_id, arrival_time, tools)
             prepared = await self._service.prepare(job)
         return await self._answer(request, body, "chat", prepared)
 
@@ -164,6 +164,7 @@ def _blaming_the_field_given(body: ChatBody) -> Iterator[None]:
 
 
 def _job(
+    request: Request,
     body: GenerationBody,
     sampling: SamplingParams,
     prompts: tuple[Prompt, ...],
@@ -192,6 +193,7 @@ def _job(
         priority=body.priority or 0,
         slo=body.slo,
         arrival_time=arrival_time,
+        request_id=request.scope["jpd_request_id"],
         tools=None if tools is None else tools.use,
     )
 

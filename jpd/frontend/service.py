@@ -11,7 +11,6 @@ Knows no transport and no devices. Everything but the tokenising runs on the rou
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -303,7 +302,7 @@ class TextService:
         else:
             deadline = job.arrival_time + job.timeout_seconds
         return Request(
-            request_id=uuid.uuid4().hex,
+            request_id=prepared.id_of(index),
             prompt_token_ids=prepared.prompt_of(index).token_ids,
             sampling=sampling_of_choice(job.sampling, index % job.n),
             arrival_time=job.arrival_time,

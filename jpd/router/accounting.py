@@ -12,12 +12,19 @@ def account_tokens(metrics: Metrics, record: RequestRecord, num_tokens: int, now
     if num_tokens == 0:
         return
     metrics.output_tokens.inc(num_tokens)
+    timeline = record.timeline
     if record.first_token_time is None:
-        metrics.time_to_first_token_seconds.observe(now - record.request.arrival_time)
+        first = metrics.time_to_first_token_seconds.labels(timeline.prefill_worker, "prefill")
+        first.observe(now - record.request.arrival_time)
+        num_tokens -= 1
+        gap = 0.0
     else:
-        metrics.inter_token_latency_seconds.observe(now - record.last_token_time)
-    for _ in range(num_tokens - 1):
-        metrics.inter_token_latency_seconds.observe(0.0)
+        gap = now - record.last_token_time
+    if num_tokens:
+        gaps = metrics.inter_token_latency_seconds.labels(timeline.decode_worker, "decode")
+        gaps.observe(gap)
+        for _ in range(num_tokens - 1):
+            gaps.observe(0.0)
 
 
 def account_end(

@@ -83,7 +83,7 @@ class Journey:
         except JpdError as error:
             self._end(RequestState.FAILED, error)
         except Exception as error:
-            _log.exception("request %s broke the router", self.record.internal_id)
+            _log.exception("request %s broke the router", self.record.request.request_id)
             self._end(RequestState.FAILED, error)
 
     def stop(self) -> None:
@@ -148,7 +148,8 @@ class Journey:
                 reservation = await holding.reserve(view.name)
             except WorkerError as error:
                 self._note_lost(view.name, "reserve_failed")
-                _log.warning("%s: reserve failed: %s", attempt.attempt_id, error)
+                name = self.record.request.request_id
+                _log.warning("request %s: %s: reserve failed: %s", name, attempt.attempt_id, error)
                 continue
             if reservation is not None:
                 return Reserved(holding, reservation, wishes)
@@ -206,8 +207,10 @@ class Journey:
             self._metrics.replayed_tokens.inc(result.num_computed_tokens)
         else:
             self._timeline.num_cached_tokens = result.num_cached_tokens
-            self._metrics.prefix_cache_hit_tokens.inc(result.num_cached_tokens)
-            self._metrics.prompt_tokens.inc(record.request.num_prompt_tokens)
+            hits = self._metrics.prefix_cache_hit_tokens.labels(worker, "prefill")
+            hits.inc(result.num_cached_tokens)
+            prompts = self._metrics.prompt_tokens.labels(worker, "prefill")
+            prompts.inc(record.request.num_prompt_tokens)
             if self._timeline.session_kv == "dropped" and result.num_cached_tokens:
                 self._timeline.session_kv = "moved"  # sent again by the worker that prefilled it
         return result
@@ -233,7 +236,7 @@ class Journey:
         if not is_local:
             self._see_transfer(event)
         self._timeline.kv_bytes += event.kv_bytes
-        self._metrics.kv_transfer_bytes.inc(event.kv_bytes)
+        self._metrics.kv_transfer_bytes.labels(self._decode_worker, "decode").inc(event.kv_bytes)
         for worker in {self._prefill_worker, self._decode_worker}:
             self._fleet.note_success(worker)
 
@@ -292,18 +295,23 @@ class Journey:
             self._blame(fault)
         action = decide(self._parts.config.failure, fault, self._facts(fault))
         _log.warning(
-            "%s.%d: %s: %s: %s",
+            "request %s: attempt %s.%d: %s: %s: %s",
+            record.request.request_id,
             record.internal_id,
             record.num_attempts,
             fault.value,
             failed.error,
             action.value,
+            extra={"fields": {"request_id": record.request.request_id}},
         )
         if action is Action.FAIL:
             self._fatal_fault = fault
             raise failed.error
         if fault is not Fault.PREEMPTED:
-            self._metrics.retries.labels(fault.value).inc()
+            is_prefill = fault is Fault.PREFILL_LOST
+            worker = self._prefill_worker if is_prefill else self._decode_worker
+            role = "prefill" if is_prefill else "decode"
+            self._metrics.retries.labels(fault.value, worker, role).inc()
             self._timeline.num_retries += 1
         record.note(action.value)
         record.must_be_local = action in (Action.LOCAL_PREFILL, Action.RECOMPUTE_ON_DECODE)
@@ -340,7 +348,7 @@ class Journey:
     def _note_lost(self, worker: str, reason: str) -> None:
         self.record.lost_workers.add(worker)
         self._fleet.note_fault(worker)
-        self._metrics.retries.labels(reason).inc()
+        self._metrics.retries.labels(reason, worker, "decode").inc()
         self._timeline.num_retries += 1
 
     def _check_somebody_decodes(self, wishes: policy.Wishes) -> None:

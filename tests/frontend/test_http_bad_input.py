@@ -413,6 +413,7 @@ def test_body_above_the_limit(doors: Doors) -> None:
     assert post(doors, COMPLETIONS, '{"prompt": "hi"}').status_code == 200
 
 
+@pytest.mark.field_report("E25")
 def test_e12_and_e25_client_request_ids_are_not_ours(
     doors: Doors, caplog: pytest.LogCaptureFixture
 ) -> None:
