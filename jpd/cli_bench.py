@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jpd.api import Server, launch
-from jpd.bench import convert, engine, interference, router, speculation, transfer
+from jpd.bench import convert, engine, frontend, interference, router, speculation, transfer
 from jpd.bench.engine_rig import load_model
 from jpd.bench.gap_plot import write_plots
 from jpd.bench.kv_peer import NUM_DEVICES
@@ -29,6 +29,10 @@ Benchmark = Callable[[argparse.Namespace], Sequence[Result]]
 
 def _router(options: argparse.Namespace) -> Sequence[Result]:
     return router.run(trace=options.trace, is_quick=options.quick)
+
+
+def _frontend(options: argparse.Namespace) -> Sequence[Result]:
+    return frontend.run(is_quick=options.quick)
 
 
 def _engine(options: argparse.Namespace) -> Sequence[Result]:
@@ -83,6 +87,7 @@ def _convert(options: argparse.Namespace) -> Sequence[Result]:
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "router": _router,
+    "frontend": _frontend,
     "transfer": _transfer,
     "convert": _convert,
     "engine": _engine,
@@ -99,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="gemma-3-270m",
         metavar="M",
-        help="of all but router and convert; default gemma-3-270m",
+        help="of all but router, frontend and convert; default gemma-3-270m",
     )
     parser.add_argument(
         "--mesh",

@@ -1,7 +1,7 @@
 """A worker that only takes time: prompts one after the other, rows of a batch in step.
 
 Implements WorkerClient on whatever clock the event loop has. Knows no router. Used by the overload
-part of `jpd bench router`.
+part of `jpd bench router` and by `jpd bench frontend`.
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from jpd.worker.protocol import (
     WorkerStatus,
 )
 
-TOKENS_PER_EVENT = 8
 KV_BYTES_PER_TOKEN = 1 << 17
 
 
@@ -32,6 +31,7 @@ class Pace:
     step_seconds: float = 0.02
     step_seconds_per_row: float = 2e-4
     transfer_seconds: float = 0.005
+    tokens_per_event: int = 8
 
 
 class SimulatedWorker:
@@ -76,16 +76,20 @@ class SimulatedWorker:
         yield DecodeEvent(attempt_id, (), None, self._now, num_bytes)
         num_left = (attempt.sampling.max_tokens or 1) - 1
         while num_left > 0:
-            count = min(TOKENS_PER_EVENT, num_left)
-            pace = self._pace
-            await asyncio.sleep(
-                count * (pace.step_seconds + pace.step_seconds_per_row * len(self._rows))
-            )
+            count = min(self._pace.tokens_per_event, num_left)
+            await self._steps(count)
             num_left -= count
             finish: FinishReason | None = None if num_left else "length"
             if finish is not None:
                 await self.cancel(attempt_id)
             yield DecodeEvent(attempt_id, (1,) * count, finish)
+
+    async def _steps(self, count: int) -> None:
+        """Until so many tokens of a row are there."""
+        pace = self._pace
+        await asyncio.sleep(
+            count * (pace.step_seconds + pace.step_seconds_per_row * len(self._rows))
+        )
 
     async def cancel(self, attempt_id: str) -> None:
         if self._rows.pop(attempt_id, None) is not None:
