@@ -20,15 +20,15 @@ from jpd.api import LOOPBACK, launch
 from jpd.cli_pair import add_pair_arguments, load_pair
 from jpd.cli_progress import ProgressLine
 from jpd.errors import ConfigError, Problem
+from jpd.frontend.border import DEFAULT_MAX_CALLS
 from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.server import Endpoints
 from jpd.frontend.tool_formats import FORMATS
-from jpd.log_lines import JsonLines
+from jpd.log_lines import JSON_VARIABLE, start_logging
 from jpd.router.trace import chrome_trace
 
 HELP = "serve over HTTP (OpenAI's API) and gRPC until SIGINT or SIGTERM"
 API_KEY_VARIABLE = "JPD_API_KEY"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long running requests may go on after a signal, default 5",
     )
     parser.add_argument(
+        "--max-calls",
+        type=count,
+        default=DEFAULT_MAX_CALLS,
+        metavar="N",
+        help=f"calls under way at a time at each door, default {DEFAULT_MAX_CALLS}; then 429",
+    )
+    parser.add_argument(
         "--insecure",
         action="store_true",
         help="let hosts talk over a network without certificates ([security])",
@@ -60,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help=f"that callers must send as a Bearer token; better in ${API_KEY_VARIABLE}",
     )
-    parser.add_argument("--log-json", action="store_true", help="log lines as JSON objects")
+    parser.add_argument(
+        "--log-json",
+        action="store_true",
+        help=f"log lines as JSON objects, those of hosts too; or {JSON_VARIABLE}=1",
+    )
     parser.add_argument(
         "--timeline",
         type=Path,
@@ -81,6 +92,13 @@ def port(text: str) -> int:
     value = int(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError("a port is between 0 and 65535")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
     return value
 
 
@@ -120,10 +138,7 @@ def _check_writable(path: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if options.log_json else logging.Formatter(LOG_FORMAT))
-    logging.basicConfig(handlers=[handler], force=True)
-    logging.getLogger("jpd").setLevel(logging.INFO)
+    start_logging(options.log_json or None)
     started = time.monotonic()
     _check_ports(options.host, (options.http_port, options.grpc_port))
     files = [None if name is None else Path(name) for name in (options.tls_cert, options.tls_key)]
@@ -145,6 +160,7 @@ def run(options: argparse.Namespace) -> int:
                 api_key=options.api_key,
                 tls_cert=options.tls_cert,
                 tls_key=options.tls_key,
+                max_calls=options.max_calls,
             )
         except OSError as error:
             ports = [options.http_port, options.grpc_port]

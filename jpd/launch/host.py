@@ -22,6 +22,7 @@ from jpd.launch.fleet import Fleet
 from jpd.launch.inprocess import launch_workers
 from jpd.launch.orders import EVENT_MARK, HostEvent, HostOrders, read_security
 from jpd.launch.pinning import pin_process
+from jpd.log_lines import start_logging
 from jpd.rpc.failures import dump_error
 from jpd.rpc.records import dump, load
 from jpd.rpc.security import Security, with_port
@@ -32,7 +33,6 @@ from jpd.worker.fingerprint import fingerprint_of
 from jpd.worker.host_server import HostServer
 from jpd.worker.service import HostParts, Peers, WorkerService
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GRACE_SECONDS = 0.5
 """For answers under way when the host is told to end."""
 
@@ -122,8 +122,7 @@ class Host:
 
 def main() -> int:
     """The life of a host process; its exit status."""
-    logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr, force=True)
-    logging.getLogger("jpd").setLevel(logging.INFO)
+    start_logging()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for who started us
     orders = load(b64decode(sys.stdin.buffer.readline()), HostOrders)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()

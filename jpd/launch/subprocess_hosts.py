@@ -16,6 +16,7 @@ from typing import IO
 
 from jpd.launch.orders import EVENT_MARK, HostEvent, HostOrders, OnEvent
 from jpd.launch.pinning import device_environment
+from jpd.log_lines import line_of_host, wants_json
 from jpd.rpc.records import dump, load
 
 LINES_KEPT = 20
@@ -118,7 +119,7 @@ class HostProcess:
 
     def _log(self, text: str) -> None:
         self._last_lines.append(text)
-        self._on_line(f"{self._name} | {text}")
+        self._on_line(line_of_host(self._name, text, wants_json()))
 
     def _how_it_ended(self, status: int) -> str:
         if status < 0:
