@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import shtab
+
 from jpd import (
     cli_bench,
     cli_check,
@@ -36,6 +38,11 @@ class Command(Protocol):
 
     def run(self, options: argparse.Namespace) -> int: ...
 
+
+EXIT_CODES = (
+    "Exit status: 0 done; 1 a check did not hold or the server failed; "
+    "2 the input is wrong; 130 interrupted."
+)
 
 COMMANDS: tuple[Command, ...] = (
     cli_check,
@@ -72,7 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jpd",
         description="Serve large language models from JAX, prefill and decode on separate meshes.",
+        epilog=EXIT_CODES,
     )
+    completion = shtab.add_argument_to(
+        parser, "--print-completion", help="print what makes SHELL complete these commands"
+    )
+    completion.metavar = "SHELL"
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
         name = module.__name__.rpartition("_")[2]

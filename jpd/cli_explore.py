@@ -8,6 +8,7 @@ import os
 import time
 
 from jpd.cli_pair import make_console
+from jpd.cli_progress import counted_progress
 from jpd.explore.explorer import Story, explore, explore_seed
 
 HELP = "run the control plane through random orders of events and check its invariants"
@@ -31,7 +32,8 @@ def run(options: argparse.Namespace) -> int:
         return _tell(explore_seed(options.seed))
     start = time.monotonic()
     seeds = range(options.first, options.first + options.seeds)
-    report = explore(seeds, min(options.processes, max(1, options.seeds // 100)))
+    with counted_progress("seeds", len(seeds)) as advance:
+        report = explore(seeds, min(options.processes, max(1, len(seeds) // 100)), advance)
     console.print(
         f"{report.num_interleavings:,} interleavings, {report.num_events:,} events, "
         f"{time.monotonic() - start:.1f} s",

@@ -1,12 +1,33 @@
-"""How far a load has come, on stderr: on a terminal one line written over, else a few lines."""
+"""How far long work has come, on stderr.
 
+A load tells it by bytes: on a terminal one line written over, else a few lines. What is counted has
+a bar, on a terminal only.
+"""
+
+import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 
-from jpd.checkpoint.progress import Progress
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+
+from jpd.checkpoint.progress import Progress as LoadProgress
 
 TERMINAL_SECONDS = 0.1
 FILE_SECONDS = 2.0
+
+
+@contextlib.contextmanager
+def counted_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar that is gone in the end; gives a callable that is told how many more are done."""
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 class ProgressLine:
@@ -16,7 +37,7 @@ class ProgressLine:
         self._is_terminal = sys.stderr.isatty()
         self._last_time = 0.0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: LoadProgress) -> None:
         is_done = progress.done_bytes >= progress.total_bytes
         interval = TERMINAL_SECONDS if self._is_terminal else FILE_SECONDS
         now = time.monotonic()
@@ -30,7 +51,7 @@ class ProgressLine:
             print(line, file=sys.stderr, flush=True)
 
 
-def describe(progress: Progress) -> str:
+def describe(progress: LoadProgress) -> str:
     total = max(progress.total_bytes, 1)
     share = f"{progress.phase} {progress.done_bytes / total:.0%} of {total / 1e9:.2f} GB"
     if progress.done_bytes >= progress.total_bytes:

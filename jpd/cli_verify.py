@@ -17,6 +17,7 @@ from jpd.checkpoint.model_source import Model
 from jpd.cli_against import ATOL as AGAINST_ATOL
 from jpd.cli_against import TEXTS, verify_against
 from jpd.cli_pair import add_pair_arguments, load_pair, parse_prompt
+from jpd.cli_progress import ProgressLine
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 
@@ -64,7 +65,10 @@ def run(options: argparse.Namespace) -> int:
         _check_can_disaggregate(deployment)
     # Without a prefix cache, or the second way would find pages that the first one left.
     cold = {"retain_seconds": 0.0}
-    with launch(model, deployment, cache=cold, can_prefill_locally=True) as server:
+    progress = ProgressLine()
+    with launch(
+        model, deployment, cache=cold, can_prefill_locally=True, progress=progress
+    ) as server:
         if golden is not None:
             atol = GOLDEN_ATOL if options.atol is None else options.atol
             return verify_golden(server, golden, atol, _has_prefill(deployment))

@@ -72,6 +72,21 @@ def test_check_names_the_tensor_axis_that_does_not_divide(
     assert "worker.decode-0.mesh.tensor = 3: does not divide num_heads = 4" in err
 
 
+def test_help_is_on_one_screen_and_completions_can_be_read_by_the_shell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = build_parser().format_help()
+    assert len(shown.splitlines()) <= 32
+    assert "130 interrupted" in shown
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(["--print-completion", "bash"])
+    assert ended.value.code == 0
+    script = capsys.readouterr().out
+    assert "--timeline" in script and "explore" in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=20)
+
+
 @pytest.mark.parametrize("command", ["check", "serve", "generate", "verify", "convert", "bench"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

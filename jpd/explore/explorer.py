@@ -14,7 +14,7 @@ import logging
 import multiprocessing
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ from jpd.metrics import Metrics
 
 MAX_EVENTS = 44
 MAX_REQUESTS = 4
+MAX_BATCH = 200
 MAX_SPINS = 2
 """Turns of the event loop between two events: what the router does is cut up too."""
 FAULT_SHARE = 0.06
@@ -50,15 +51,22 @@ class Report:
     failed: Story | None
 
 
-def explore(seeds: range, num_processes: int = 1) -> Report:
-    """Explore all seeds, each batch until an invariant breaks in it. Starts processes if asked."""
-    if num_processes == 1:
-        return _explore_batch(seeds)
-    size = -(-len(seeds) // num_processes)
+def explore(
+    seeds: range, num_processes: int = 1, on_done: Callable[[int], None] = lambda count: None
+) -> Report:
+    """Explore the seeds in batches until an invariant breaks. Starts processes if asked.
+
+    `on_done` hears how many seeds a batch had that has ended.
+    """
+    size = min(MAX_BATCH, -(-len(seeds) // num_processes))
     batches = [seeds[start : start + size] for start in range(0, len(seeds), size)]
+    if num_processes == 1:
+        return _joined(map(_explore_batch, batches), on_done)
     spawned = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     with ProcessPoolExecutor(num_processes, spawned) as pool:
-        return _joined(list(pool.map(_explore_batch, batches)))
+        report = _joined(pool.map(_explore_batch, batches), on_done)
+        pool.shutdown(cancel_futures=True)
+    return report
 
 
 def _explore_batch(seeds: range) -> Report:
@@ -74,12 +82,15 @@ def _explore_batch(seeds: range) -> Report:
     return Report(num_interleavings, num_events, None)
 
 
-def _joined(reports: Sequence[Report]) -> Report:
-    return Report(
-        sum(report.num_interleavings for report in reports),
-        sum(report.num_events for report in reports),
-        next((report.failed for report in reports if report.failed is not None), None),
-    )
+def _joined(reports: Iterable[Report], on_done: Callable[[int], None]) -> Report:
+    num_interleavings = num_events = 0
+    for report in reports:
+        num_interleavings += report.num_interleavings
+        num_events += report.num_events
+        on_done(report.num_interleavings)
+        if report.failed is not None:
+            return Report(num_interleavings, num_events, report.failed)
+    return Report(num_interleavings, num_events, None)
 
 
 def explore_seed(seed: int) -> Story:
