@@ -81,16 +81,19 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve large language models from JAX, prefill and decode on separate meshes.",
         epilog=EXIT_CODES,
     )
-    completion = shtab.add_argument_to(
-        parser, "--print-completion", help="print what makes SHELL complete these commands"
-    )
-    completion.metavar = "SHELL"
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
         name = module.__name__.rpartition("_")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
+    parser.add_argument(
+        "--print-completion",
+        action=shtab.completion_action(),
+        choices=shtab.SUPPORTED_SHELLS,
+        metavar="SHELL",
+        help="print what makes SHELL complete these commands",
+    )
     return parser
 
 

@@ -6,9 +6,9 @@ A look copies what it shows and changes nothing. Asked by `jpd.router.router`, d
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jpd.router.fleet import WorkerEntry
 from jpd.router.record import RequestRecord
 from jpd.router.trace import RequestTrace, trace_of
+from jpd.router.worker_entry import WorkerEntry
 from jpd.worker.protocol import Role
 
 MAX_RUNNING = 512
