@@ -3,15 +3,21 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from jpd.errors import JpdError
+from jpd.grammar import Grammar
+from jpd.guidance.compiler import GrammarCompiler
+from jpd.guidance.guide import wait_for_any
+from jpd.worker.guided import open_guide
 from jpd.worker.protocol import Attempt
+from tests.frontend.fake_router import EOS, EOS2, VOCAB_SIZE, make_tokenizer
 from tests.router.rig import Answer, Rig, rig
 from tests.router.virtual_time import virtual
-from tests.support.fake_worker import FakeWorker
+from tests.support.fake_worker import FakeWorker, NextToken
 
 
 def seeded(sequence: Sequence[int], attempt: Attempt) -> int:
@@ -37,32 +43,27 @@ def penalised(sequence: Sequence[int], attempt: Attempt) -> int:
 RULES = {"seeded": seeded, "guided": guided, "penalised": penalised}
 
 
-def fleet(rule: str, num_decode: int = 3) -> list[FakeWorker]:
-    options = {"next_token": RULES[rule], "step_seconds": 0.01, "prefill_token_seconds": 0.001}
+def fleet(rule: str | NextToken, num_decode: int = 3) -> list[FakeWorker]:
+    next_token = RULES[rule] if isinstance(rule, str) else rule
+    options = {"next_token": next_token, "step_seconds": 0.01, "prefill_token_seconds": 0.001}
     return [FakeWorker(f"p{n}", "prefill", **options) for n in range(2)] + [  # type: ignore[arg-type]
         FakeWorker(f"d{n}", "decode", **options)  # type: ignore[arg-type]
         for n in range(num_decode)
     ]
 
 
-async def ask(r: Rig) -> Answer:
-    return await r.ask(r.request((5, 6), max_tokens=30, seed=42, temperature=1.0))
+async def ask(r: Rig, **fields: object) -> Answer:
+    return await r.ask(r.request((5, 6), max_tokens=30, seed=42, temperature=1.0, **fields))
 
 
-async def undisturbed(rule: str) -> list[int]:
-    async with rig(*fleet(rule)) as r:
-        return (await ask(r)).token_ids
-
-
-@pytest.mark.parametrize("rule", RULES)
-@virtual
-async def test_c09_c10_state_that_is_not_in_the_tokens_is_rebuilt_exactly(rule: str) -> None:
+async def check_every_cut(rule: str | NextToken, **fields: object) -> list[int]:
     """The worker dies after any number of tokens: right after the first and before the last too."""
-    expected = await undisturbed(rule)
+    async with rig(*fleet(rule)) as r:
+        expected = (await ask(r, **fields)).token_ids
     assert len(expected) == 30
     for after in (1, 2, 13, 28):
         async with rig(*fleet(rule)) as r:
-            task = asyncio.create_task(ask(r))
+            task = asyncio.create_task(ask(r, **fields))
             while not any(view.num_rows for view in r.router.fleet_views()):
                 await asyncio.sleep(0.001)
             (busy,) = [view.name for view in r.router.fleet_views() if view.num_rows]
@@ -73,6 +74,41 @@ async def test_c09_c10_state_that_is_not_in_the_tokens_is_rebuilt_exactly(rule: 
             assert answer.timeline.path[-1] == "replay" and answer.timeline.num_retries == 1
             r[busy].revive()
             await asyncio.sleep(1.0)
+    return expected
+
+
+@pytest.mark.parametrize("rule", RULES)
+@virtual
+async def test_c09_c10_state_that_is_not_in_the_tokens_is_rebuilt_exactly(rule: str) -> None:
+    await check_every_cut(rule)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(make_tokenizer(), VOCAB_SIZE, (EOS, EOS2))
+    yield compiler
+    compiler.close()
+
+
+@virtual
+async def test_c09_a_guided_answer_goes_on_in_the_place_of_its_grammar_where_it_was(
+    grammars: GrammarCompiler,
+) -> None:
+    """As the engines do it: each attempt's guide takes what was sent before, then its own."""
+
+    def allowed_at_random(sequence: Sequence[int], attempt: Attempt) -> int:
+        guide = open_guide(grammars, attempt, sequence[len(attempt.token_ids) :])
+        assert guide is not None
+        wait_for_any([guide], 10.0)
+        tokens = [token for token in range(VOCAB_SIZE) if guide.mask[token // 32] >> token % 32 & 1]
+        return random.Random(len(sequence)).choice(tokens)
+
+    expression = r"(\[[0-9]{1,3}(, [0-9]{1,3}){2,4}\]; ){9}"
+    sampling = Grammar("regex", expression)
+    text = bytes(await check_every_cut(allowed_at_random, grammar=sampling)).decode()
+    whole, _, cut = text.rpartition("; ")
+    assert re.fullmatch(r"(\[[0-9]{1,3}(, [0-9]{1,3}){2,4}\](; |$))+", whole), text
+    assert cut.startswith("["), text
 
 
 @virtual
