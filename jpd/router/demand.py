@@ -32,7 +32,7 @@ class Demand:
         num_tokens = request.num_prompt_tokens + resolved.max_tokens
         num_done = num_tokens - record.num_tokens_left
         num_first = reserved_tokens(num_done, record.num_tokens_left, self._parts.reserve_tokens)
-        row = policy.Row(self._num_pages(num_first), num_first < num_tokens, resolved.priority)
+        row = policy.Row(self._num_pages(num_first), num_first < num_tokens, record.priority)
         binding = self._parts.sessions.find(request.session_id)
         return policy.Wishes(
             row=row,

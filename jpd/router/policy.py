@@ -18,7 +18,7 @@ Fleet = Sequence["WorkerView"]
 
 _SEED = RateSeed()
 PACE_FACTOR = 1.25
-"""A step of a single row may be this much longer before its pace is taken as the target."""
+"""A step may be this much longer where no batch is smaller or no worker faster."""
 
 
 @dataclass(slots=True)
@@ -122,16 +122,25 @@ def capable_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
 
 def free_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
     """Those of them with a row to give, at a pace that the request can bear."""
-    free = [view for view in capable_decoders(fleet, wishes) if view.num_rows < view.num_slots]
-    return free if wishes.pace is None else [view for view in free if keeps_pace(view, wishes)]
+    capable = capable_decoders(fleet, wishes)
+    free = [view for view in capable if view.num_rows < view.num_slots]
+    pace = wishes.pace
+    if pace is None:
+        return free
+    can_be_kept = any(view.step_line.at(1) <= pace for view in capable)
+    return [view for view in free if _keeps_pace(view, pace, can_be_kept)]
 
 
-def keeps_pace(view: WorkerView, wishes: Wishes) -> bool:
-    """Whether one row more leaves steps short enough; an empty batch is as fast as it gets."""
-    if wishes.pace is None or view.num_rows == 0:
-        return True
+def _keeps_pace(view: WorkerView, pace: float, can_be_kept: bool) -> bool:
+    """Whether one row more leaves steps short enough.
+
+    An empty batch may be a little slower. Where nobody is fast enough, it is as fast as it gets.
+    """
     line = view.step_line
-    return line.at(view.num_rows + 1) <= max(wishes.pace, PACE_FACTOR * line.at(1))
+    step, alone = line.at(view.num_rows + 1), line.at(1)
+    if can_be_kept:
+        return step <= pace or (view.num_rows == 0 and alone <= PACE_FACTOR * pace)
+    return view.num_rows == 0 or step <= PACE_FACTOR * alone
 
 
 def yielding_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:

@@ -18,6 +18,9 @@ from jpd.request import Request, RequestState, SamplingParams, Timeline
 from jpd.router.failure import Fault
 from jpd.worker.protocol import Attempt
 
+MAX_PREEMPTIONS = 3
+"""After so many a request has the highest priority: no flood of another class starves it."""
+
 _S = RequestState
 TERMINAL_STATES = frozenset({_S.FINISHED, _S.CANCELLED, _S.FAILED})
 _ALWAYS = frozenset({_S.CANCELLED, _S.FAILED, _S.FINISHED})
@@ -47,6 +50,7 @@ class ResolvedRequest:
     sampling: SamplingParams  # max_tokens and seed are set
     stop_token_ids: tuple[int, ...]
     priority: int
+    highest_priority: int  # of all classes and its own
     slo: SloConfig | None = None
 
     @property
@@ -107,6 +111,13 @@ class RequestRecord:
     def num_tokens_left(self) -> int:
         return self.resolved.max_tokens - len(self.sent_token_ids)
 
+    @property
+    def priority(self) -> int:
+        """Its own; the highest there is once it has yielded often enough."""
+        resolved = self.resolved
+        has_yielded = self.num_faults[Fault.PREEMPTED] >= MAX_PREEMPTIONS
+        return resolved.highest_priority if has_yielded else resolved.priority
+
     def advance(self, state: RequestState, now: float) -> None:
         """Enter `state`; the time since the last transition goes to the state that is left."""
         is_empty = state is RequestState.FINISHED and not self.sent_token_ids
@@ -157,7 +168,7 @@ class RequestRecord:
             token_ids=self.request.prompt_token_ids + tuple(self.sent_token_ids),
             sampling=sampling,
             stop_token_ids=self.resolved.stop_token_ids,
-            priority=self.resolved.priority,
+            priority=self.priority,
             deadline=self.request.deadline,
             num_output_tokens=num_sent,
             sequence=self.sequence,

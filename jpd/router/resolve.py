@@ -45,6 +45,7 @@ def resolve(
     seed = request.sampling.seed
     max_tokens = _resolve_max_tokens(request, limits.context(fleet))
     num_tokens = request.num_prompt_tokens + max_tokens
+    priority = request.priority or (slo.priority if slo is not None else 0)
     return ResolvedRequest(
         request=replace(request, cache_salt=_cache_salt(request, num_tokens, limits.short_context)),
         sampling=replace(
@@ -53,7 +54,8 @@ def resolve(
             seed=draw_seed() if seed is None else seed,
         ),
         stop_token_ids=_stop_token_ids(request.sampling, request.eos_token_ids),
-        priority=request.priority or (slo.priority if slo is not None else 0),
+        priority=priority,
+        highest_priority=max([priority, *(known.priority for known in slos.values())]),
         slo=slo,
     )
 

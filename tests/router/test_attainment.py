@@ -1,11 +1,12 @@
 """Admit, queue or shed: by what is foretold, and only because of others."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from jpd.config import SloConfig
-from jpd.errors import OverloadedError
+from jpd.errors import OverloadedError, PreemptedError
 from jpd.router import attainment
 from jpd.router.attainment import Forecast, excess_seconds, forecast, ttft_limit
 from jpd.router.policy import Row, Wishes, free_decoders
@@ -69,6 +70,18 @@ def test_a_batch_that_is_too_large_for_the_pace_is_not_joined() -> None:
     assert len(free_decoders(slow, wishes)) == 2, "no batch is faster: the target is not the point"
 
 
+def test_a_slow_worker_is_left_alone_by_a_class_that_another_could_serve_in_time() -> None:
+    fast = view("fast", num_rows=8, num_slots=8, step_line=Line(0.02, 0.0))
+    slow = view("slow", step_line=Line(0.1, 0.0))
+    hurried, patient = (Wishes(Row(4), num_sequence_pages=4, pace=pace) for pace in (0.03, None))
+    assert free_decoders([fast, slow], hurried) == [], "it waits for the fast one"
+    assert names(free_decoders([fast, slow], patient)) == ["slow"]
+    gone = replace(fast, is_available=False)
+    assert names(free_decoders([gone, slow], hurried)) == ["slow"], "there is nothing better"
+    a_little = replace(slow, step_line=Line(0.035, 0.0))
+    assert names(free_decoders([fast, a_little], hurried)) == ["slow"]
+
+
 @virtual
 async def test_who_would_come_too_late_is_refused_at_once_and_told_when_to_come_again() -> None:
     slo = SloConfig("fast", ttft_ms=3000.0, tpot_ms=5000.0)
@@ -125,3 +138,20 @@ async def test_b08_h07_classes_share_a_full_worker_and_all_are_served() -> None:
         await asyncio.gather(*(run(slo) for slo in ["light"] * 20 + ["heavy"] * 20))
         assert 4 <= ends[:20].count("light") <= 7
         assert len(ends) == 40
+
+
+@virtual
+async def test_b08_who_yielded_three_times_has_the_highest_priority_of_all_classes() -> None:
+    """So a class that floods the fleet cannot starve the others by preempting them for ever."""
+    slos = [SloConfig("low", 1e6, 1e6, priority=1), SloConfig("high", 1e6, 1e6, priority=9)]
+    async with rig(*one_each(step_seconds=0.1), slos=slos) as r:
+        r["decode-0"].script("decode", PreemptedError("decode-0", "for others"), times=5)
+        answer = await r.ask(r.request(max_tokens=9, slo="low"))
+        assert answer.timeline.path.count("preempted") == 5
+        for verb in ("reserve", "prefill"):
+            attempts = r["decode-0" if verb == "reserve" else "prefill-0"].attempts[verb]
+            assert [attempt.priority for attempt in attempts] == [1, 1, 1, 9, 9, 9], verb
+    async with rig(*one_each(step_seconds=0.1)) as r:
+        r["decode-0"].script("decode", PreemptedError("decode-0", "for others"), times=5)
+        await r.ask(r.request(max_tokens=9))
+        assert {attempt.priority for attempt in r["decode-0"].attempts["reserve"]} == {0}

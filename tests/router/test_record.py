@@ -19,7 +19,7 @@ S = RequestState
 def make_record(max_tokens: int = 10, min_tokens: int = 0) -> RequestRecord:
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, seed=3)
     request = Request("client-id", (1, 2, 3), sampling, arrival_time=100.0, deadline=500.0)
-    resolved = ResolvedRequest(request, sampling, (9,), priority=4)
+    resolved = ResolvedRequest(request, sampling, (9,), priority=4, highest_priority=9)
     return RequestRecord(resolved, internal_id="r-0", sequence=0, phase_started=100.0)
 
 
