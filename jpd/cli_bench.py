@@ -115,7 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_weights_argument(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="of router: replay this one too (JSON lines)"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="of router: replay this one too (JSON lines or .csv)",
     )
     parser.add_argument("--quick", action="store_true", help="fewer runs: engine in two minutes")
     parser.add_argument(

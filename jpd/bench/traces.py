@@ -4,17 +4,22 @@ A trace is a list of requests, each with the ids of the pages its prompt is made
 share KV as far as their first pages have the same ids. Called by `jpd.bench.router_replay`.
 """
 
+import contextlib
+import csv
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from jpd.errors import ConfigError, Problem
 
 TRACE_PAGE_SIZE = 512
-FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+JSON_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+CSV_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MICROSECOND_DIGITS = len("2000-01-01 00:00:00.000000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,34 +36,58 @@ Trace = Sequence[TraceRequest]
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """JSON lines: timestamp (ms), input_length, output_length, hash_ids (of 512-token pages).
+    """Lines of JSON (JSON_FIELDS: ms, tokens, ids of 512-token pages), or a .csv (CSV_FIELDS).
 
     Requests of one timestamp are spread until the next. Raises ConfigError.
     """
-    requests = []
+    read = _read_csv if path.suffix == ".csv" else _read_json
     try:
-        with path.open() as lines:
-            for number, line in enumerate(lines, 1):
-                requests.append(_read_line(line, path, number))
-    except OSError as error:
+        with path.open(newline="") as lines:
+            requests = list(read(lines, path))
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("jpd bench", "--trace", str(path), str(error))]) from error
     if not requests:
         raise ConfigError([Problem("jpd bench", "--trace", str(path), "holds no requests")])
     return _spread(sorted(requests, key=lambda request: request.arrival_seconds))
 
 
-def _read_line(line: str, path: Path, number: int) -> TraceRequest:
+def _read_json(lines: Iterable[str], path: Path) -> Iterator[TraceRequest]:
+    for number, line in enumerate(lines, 1):
+        with _told_by_line(path, number, line, f"a JSON object with {', '.join(JSON_FIELDS)}"):
+            row = json.loads(line)
+            milliseconds, num_tokens, num_output_tokens, page_ids = (
+                row[name] for name in JSON_FIELDS
+            )
+            yield TraceRequest(
+                float(milliseconds) / 1e3,
+                int(num_tokens),
+                max(1, int(num_output_tokens)),
+                tuple(int(page_id) for page_id in page_ids),
+            )
+
+
+def _read_csv(lines: Iterable[str], path: Path) -> Iterator[TraceRequest]:
+    """Says nothing of contents, so nothing is shared."""
+    next_page = itertools.count()
+    for number, row in enumerate(csv.DictReader(lines), 2):
+        with _told_by_line(path, number, str(row), f"{', '.join(CSV_FIELDS)}"):
+            time, num_tokens, num_output_tokens = (row[name] for name in CSV_FIELDS)
+            num_pages = -(-int(num_tokens) // TRACE_PAGE_SIZE)
+            yield TraceRequest(
+                datetime.fromisoformat(time[:MICROSECOND_DIGITS]).timestamp(),
+                int(num_tokens),
+                max(1, int(num_output_tokens)),
+                tuple(itertools.islice(next_page, num_pages)),
+            )
+
+
+@contextlib.contextmanager
+def _told_by_line(path: Path, number: int, line: str, what: str) -> Iterator[None]:
+    """Raises ConfigError for what cannot be read."""
     try:
-        row = json.loads(line)
-        milliseconds, num_tokens, num_output_tokens, page_ids = (row[name] for name in FIELDS)
-        return TraceRequest(
-            float(milliseconds) / 1e3,
-            int(num_tokens),
-            max(1, int(num_output_tokens)),
-            tuple(int(page_id) for page_id in page_ids),
-        )
+        yield
     except (ValueError, KeyError, TypeError) as error:
-        rule = f"each line must be a JSON object with {', '.join(FIELDS)}: {error!r}"
+        rule = f"must hold {what}: {error!r}"
         raise ConfigError([Problem(str(path), f"line {number}", line[:80], rule)]) from error
 
 

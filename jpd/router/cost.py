@@ -27,15 +27,16 @@ from jpd.router.policy import (
     may_be_local,
 )
 
-DUPLICATE_WEIGHT = 7.0
-"""A page computed twice costs its time, and another page its place: counted as seven more."""
-MOST_DUPLICATE_SECONDS = 4.0
-"""No cache is worth a longer wait than this."""
-BALANCE_WEIGHT = 0.02
-"""Of the work done more than a peer of late: decides among equals, so that caches age alike."""
+DUPLICATE_WEIGHT = 15.0
+"""A page computed twice costs its time, and another page its place: counted so many times more."""
+MOST_DUPLICATE_SECONDS, MOST_DUPLICATE_SHARE = 8.0, 0.5
+"""No cache is worth a longer wait than this, nor than this share of what its class may wait."""
+EVEN_SHARE = 0.5
+"""Of a prompt's time, for a lead in work of late as large as the mean: decides among workers of
+equal pace, so that caches age alike, and never against one much faster."""
 FAIR_EXCESS, MOST_EXCESS = 0.05, 0.15
-"""Share of work above the mean that no prefix justifies: from the first on it costs, at the second
-as much as the whole prompt would anywhere. So a popular prefix spreads before its worker is hot."""
+"""Share of work above the mean from which a prefix loses its worth, and at which it has none: so a
+popular prefix spreads before its worker is hot."""
 FEW_PROMPTS = 8
 """So many prompts more are no excess yet: a fleet that has just begun is never even."""
 HEADROOM_WEIGHT = 0.5
@@ -72,10 +73,12 @@ class Peers(NamedTuple):
     """What a prefill on one worker is compared with; work is seconds of late."""
 
     most_cached: int = 0  # tokens of the prompt on the worker that holds most
+    most_duplicate: float = 0.0  # seconds
     mean_slope: float = 0.0  # seconds a token
     least_work: float = 0.0
-    fair_work: float = 0.0  # above it a prefix justifies nothing
-    excess_price: float = 0.0  # seconds for each second above it
+    even_price: float = 0.0  # for each second above that
+    fair_work: float = 0.0
+    excess: float = 1.0  # seconds above it at which a prefix is worth nothing
 
 
 def peers_of(views: Sequence[WorkerView], wishes: Wishes) -> Peers:
@@ -88,27 +91,33 @@ def peers_of(views: Sequence[WorkerView], wishes: Wishes) -> Peers:
     mean_slope, mean_work = sum(slopes) / len(views), scale * sum(work) / len(views)
     whole = mean_slope * wishes.num_tokens
     much = mean_work + FEW_PROMPTS * whole + 1e-9
+    may_wait = math.inf if wishes.ttft is None else MOST_DUPLICATE_SHARE * wishes.ttft
     return Peers(
         most_cached,
+        min(MOST_DUPLICATE_SECONDS, may_wait),
         mean_slope,
         least_work=scale * min(work),
+        even_price=EVEN_SHARE * whole / much,
         fair_work=mean_work + FAIR_EXCESS * much,
-        excess_price=(1.0 + DUPLICATE_WEIGHT) * whole / ((MOST_EXCESS - FAIR_EXCESS) * much),
+        excess=(MOST_EXCESS - FAIR_EXCESS) * much,
     )
 
 
 def duplicate_seconds(num_cached: int, peers: Peers) -> float:
     """The price of storing once more what another worker holds."""
     again = max(0, peers.most_cached - num_cached)
-    return min(MOST_DUPLICATE_SECONDS, DUPLICATE_WEIGHT * peers.mean_slope * again)
+    return min(peers.most_duplicate, DUPLICATE_WEIGHT * peers.mean_slope * again)
 
 
-def balance_seconds(view: WorkerView, wishes: Wishes, peers: Peers) -> float:
+def balance_seconds(view: WorkerView, num_cached: int, wishes: Wishes, peers: Peers) -> float:
     """The price of having done more than the others of late."""
-    work = view.recent_tokens * wishes.recent_scale * view.prefill_line.slope
-    price = BALANCE_WEIGHT * (work - peers.least_work)
-    if work > peers.fair_work:
-        price += peers.excess_price * (work - peers.fair_work)
+    slope = view.prefill_line.slope
+    work = view.recent_tokens * wishes.recent_scale * slope
+    price = peers.even_price * (work - peers.least_work)
+    if num_cached and work > peers.fair_work:
+        worth = slope * num_cached + duplicate_seconds(0, peers)
+        worth -= duplicate_seconds(num_cached, peers)
+        price += worth * min(1.0, (work - peers.fair_work) / peers.excess)
     return price
 
 
@@ -127,7 +136,7 @@ def prefill_costs(views: Sequence[WorkerView], wishes: Wishes, peers: Peers) -> 
         cost = prefill_seconds(view, max(1, wishes.num_tokens - num_cached))
         if num_cached < peers.most_cached:
             cost += duplicate_seconds(num_cached, peers)
-        costs.append(cost + balance_seconds(view, wishes, peers))
+        costs.append(cost + balance_seconds(view, num_cached, wishes, peers))
     return costs
 
 
@@ -254,7 +263,7 @@ def explain(decoder: WorkerView, prefill: WorkerView, wishes: Wishes, fleet: Fle
         queue=1e3 * (line.base * prefill.num_prefills + line.slope * prefill.num_prefill_tokens),
         prefill=1e3 * line.at(wishes.num_uncached(prefill.name)),
         duplicate=1e3 * duplicate_seconds(cached, peers),
-        balance=1e3 * balance_seconds(prefill, wishes, peers),
+        balance=1e3 * balance_seconds(prefill, cached, wishes, peers),
         transfer=0.0 if is_local else 1e3 * transfer_seconds(prefill, decoder, wishes),
         stall=1e3 * stall_seconds(decoder, wishes, num_rows) if is_local else 0.0,
         decode=length * pace,

@@ -46,6 +46,7 @@ class Demand:
             lost=record.lost_workers,
             avoided=record.avoided_workers,
             disaggregate=False if record.must_be_local else request.disaggregate,
+            ttft=resolved.slo.ttft_ms / 1e3 if resolved.slo is not None else None,
             pace=attainment.pace_limit(resolved.slo),
             draw=record.sequence * DRAW_FACTOR % DRAW_RANGE,
         )

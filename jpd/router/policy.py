@@ -85,6 +85,7 @@ class Wishes(NamedTuple):
     local_prefill_tokens: int = 0  # longer uncached suffixes are never prefilled on decode
     is_long: bool = False  # among the prompts of late
     draw: int = 0  # a random number of this request
+    ttft: float | None = None  # seconds within which its class is due its first token
     pace: float | None = None  # seconds of a decode step it can bear
     recent_scale: float = 1.0  # WorkerView.recent_tokens times this are tokens
 

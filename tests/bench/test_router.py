@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from jpd.bench import router, router_decisions, router_overload, router_replay, traces
-from jpd.bench.router_replay import Replay, best_hit_rate
+from jpd.bench.router_replay import Replay, hit_rate_of_one
 from jpd.config import PolicyName
 from jpd.errors import ConfigError
 
@@ -28,7 +28,7 @@ def test_b04_the_default_policy_hits_and_keeps_the_work_even(name: str) -> None:
     done = Replay("cost", num_workers=4, cache_tokens=1_500_000).run(trace)
     assert done.imbalance <= 1.2
     if name in ("sessions", "shared prompts"):
-        assert done.hit_rate >= 0.9 * best_hit_rate(trace)
+        assert done.hit_rate >= 0.9 * hit_rate_of_one(trace)
         spread = Replay("round_robin", num_workers=4, cache_tokens=1_500_000).run(trace)
         assert done.hit_rate > spread.hit_rate
         assert done.mean_ttft_seconds <= 0.9 * spread.mean_ttft_seconds
@@ -44,7 +44,7 @@ def test_pure_prefix_affinity_herds_on_the_page_that_everybody_shares() -> None:
 def test_every_policy_goes_through_a_replay() -> None:
     names = get_args(PolicyName)
     results = router_replay.results("sessions", traces.sessions(60), names)
-    assert len(results) == 1 + 4 * len(names)
+    assert len(results) == 2 + 4 * len(names)
     assert [found.name for found in results if found.target is not None] == [
         "sessions, cost: page hit rate",
         "sessions, cost: most loaded / mean",
@@ -71,7 +71,8 @@ def test_a_trace_file_is_read_and_its_ticks_are_spread(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", row(0, 0, 1), row(0, 0, 2), row(3000, 0, 1, 3))
     requests = traces.read_trace(path)
     assert [request.arrival_seconds for request in requests] == [0.0, 1.5, 3.0]
-    assert best_hit_rate(requests) == 3 / 7
+    assert hit_rate_of_one(requests) == 3 / 7
+    assert hit_rate_of_one(requests, 1024) == 2 / 7, "two pages: the third prompt finds one"
     done = Replay("cost", num_workers=2).run(requests)
     assert done.hit_rate == 3 / 7
 
@@ -85,6 +86,19 @@ def test_a_bad_trace_file_is_told_by_line(tmp_path: Path, line: str) -> None:
         traces.read_trace(write(tmp_path / "empty.jsonl"))
     with pytest.raises(ConfigError, match="--trace"):
         traces.read_trace(tmp_path / "missing.jsonl")
+
+
+def test_a_csv_trace_says_only_how_long_prompts_are(tmp_path: Path) -> None:
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens"
+    lines = ["2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:50.9951690,513,0"]
+    requests = traces.read_trace(write(tmp_path / "t.csv", head, *lines))
+    assert [request.num_tokens for request in requests] == [374, 513]
+    assert [request.page_ids for request in requests] == [(0,), (1, 2)]
+    gap = requests[1].arrival_seconds - requests[0].arrival_seconds
+    assert gap == pytest.approx(4.314579, abs=1e-6)
+    for wrong in ("x,374,44", "2023-11-16 18:15:46.6805900,many,44", "2023-11-16 18:15:46.6805900"):
+        with pytest.raises(ConfigError, match="line 3"):
+            traces.read_trace(write(tmp_path / "wrong.csv", head, lines[0], wrong))
 
 
 def test_b13_overload_keeps_its_goodput_and_is_over_when_it_is_over() -> None:

@@ -44,6 +44,21 @@ def test_a_cached_prefix_draws_until_its_queue_outweighs_it() -> None:
         assert best(fleet, wishes)[0] == expected, tokens
 
 
+def test_a_cache_is_not_worth_missing_the_first_token_of_its_class() -> None:
+    fleet = [prefill("a", num_prefill_tokens=2200), prefill("b"), decode("d")]
+    wishes = WISHES._replace(cached_tokens={"a": 900})
+    assert best(fleet, wishes)[0] == "a"
+    assert best(fleet, wishes._replace(ttft=8.0))[0] == "a"
+    assert best(fleet, wishes._replace(ttft=2.0))[0] == "b"
+
+
+def test_even_caches_are_no_reason_to_leave_a_much_faster_worker() -> None:
+    """It has done all the work of late; one of equal pace would get the next prompt."""
+    fast = prefill("fast", prefill_line=Line(0.0, 1e-4), recent_tokens=1e6)
+    assert best([fast, prefill("slow"), decode("d")])[0] == "fast"
+    assert best([fast, replace(fast, name="peer", recent_tokens=0.0), decode("d")])[0] == "peer"
+
+
 def test_a_fast_worker_gets_the_prompt_until_it_is_busier_in_time() -> None:
     fast = Line(0.0, 1e-4)
     fleet = [prefill("slow"), prefill("fast", prefill_line=fast), decode("d")]
