@@ -121,7 +121,7 @@ def _add_keys(
     queries = block.queries
     keys = _columns(pages, page_ids, 0, queries.shape[-1]).astype(queries.dtype)
     values = _columns(pages, page_ids, *settings.value_columns).astype(queries.dtype)
-    products = jnp.einsum("kgth,ksh->kgts", queries, keys, preferred_element_type=jnp.float32)
+    products = _products(queries, keys)
     key_positions = first_position + jnp.arange(keys.shape[1], dtype=jnp.int32)
     mask = visible(block.positions, key_positions, block.kv_length, settings.sliding_window)
     scores = masked_scores(products, mask, settings)
@@ -131,6 +131,14 @@ def _add_keys(
         return jnp.einsum("kgts,ksh->kgth", narrow, values, preferred_element_type=wide)
 
     return add_block(state, scores, weigh)
+
+
+def _products(queries: jax.Array, keys: jax.Array) -> jax.Array:  # float32 [K, G, T, S]
+    """The smaller operand goes second, where XLA turns it around before it multiplies."""
+    if queries.shape[2] > 1:
+        return jnp.einsum("kgth,ksh->kgts", queries, keys, preferred_element_type=jnp.float32)
+    turned = jnp.einsum("ksh,kgth->ksgt", keys, queries, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(turned, 1, -1)
 
 
 def _columns(pages: jax.Array, page_ids: jax.Array, low: int, high: int) -> jax.Array:
