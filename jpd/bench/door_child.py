@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import tokenizers
+import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
 from jpd.bench.simulated_worker import Pace, SimulatedWorker
@@ -63,7 +64,7 @@ class SteppingWorker(SimulatedWorker):
 
 def main(connection: Connection, load: Load) -> None:
     """Tells both ports, then answers until the pipe is closed."""
-    asyncio.run(_serve(connection, load))
+    uvloop.run(_serve(connection, load))  # as LoopThread does
 
 
 async def _serve(connection: Connection, load: Load) -> None:

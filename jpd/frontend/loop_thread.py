@@ -2,7 +2,8 @@
 
 The async code exists once, on this loop; the synchronous and the asynchronous face of the Python
 API are both thin bridges. A stream that its consumer leaves is cancelled on the loop; one who waits
-when the loop is closed gets a RequestCancelledError. Knows no router.
+when the loop is closed gets a RequestCancelledError. The loop is uvloop's: sending a token costs a
+third less (`jpd bench frontend`). Knows no router.
 """
 
 import asyncio
@@ -13,6 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
 from typing import Any, TypeVar
+
+import uvloop
 
 from jpd.errors import RequestCancelledError
 
@@ -36,7 +39,7 @@ class LoopThread:
     """Owns the loop and its thread, from construction to `close`."""
 
     def __init__(self, name: str = "jpd-loop") -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

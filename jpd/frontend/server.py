@@ -106,6 +106,7 @@ class _HttpServer:
         self._config = uvicorn.Config(
             app,
             lifespan="off",
+            http="h11",  # whatever else is installed
             ws="none",
             log_config=None,
             access_log=False,  # the border writes a line of its own

@@ -1,10 +1,12 @@
 """What a client may send at most, and where what it sends may not get to."""
 
+import asyncio
 import io
 import logging
 import re
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 import grpc
@@ -70,6 +72,13 @@ def test_bodies_of_both_doors_have_the_same_limit(doors: Doors) -> None:
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
+
+
 @pytest.fixture
 def few(doors: Doors) -> Iterator[Endpoints]:
     """Doors that take two calls at a time, over the same scripted router."""
@@ -81,43 +90,51 @@ def few(doors: Doors) -> Iterator[Endpoints]:
     service.close()
 
 
+class Gate:
+    """Holds back the events of the scripted router."""
+
+    def __init__(self, doors: Doors) -> None:
+        self._doors, self._gate = doors, asyncio.Semaphore(0)
+        doors.router.gate = self._gate
+
+    def let_through(self, num_events: int) -> None:
+        async def release() -> None:
+            for _ in range(num_events):
+                self._gate.release()
+
+        self._doors.loop.run(release())
+
+
 def test_calls_at_a_time_are_limited_and_looking_is_not(doors: Doors, few: Endpoints) -> None:
-    doors.router.delay_seconds = 0.1
-    url, seen = f"http://127.0.0.1:{few.http_port}", threading.Barrier(MAX_CALLS + 1)
-
-    def stream() -> None:
-        body = {"prompt": "abc", "stream": True, "max_tokens": 3}
-        with httpx.stream("POST", url + COMPLETIONS, json=body, timeout=20) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            seen.wait(20)
-            list(lines)
-
-    threads = [threading.Thread(target=stream) for _ in range(MAX_CALLS)]
-    for thread in threads:
-        thread.start()
-    seen.wait(20)
-    refused = httpx.post(url + COMPLETIONS, json={"prompt": "a"})
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert refused.json()["error"]["message"].startswith("2 calls are under way")
-    assert httpx.get(f"{url}/health").status_code == 200
-    for thread in threads:
-        thread.join(20)
-    assert httpx.post(url + COMPLETIONS, json={"prompt": "a"}, timeout=20).status_code == 200
+    gate, url = Gate(doors), f"http://127.0.0.1:{few.http_port}"
+    body = {"prompt": "a", "max_tokens": 2}
+    with ThreadPoolExecutor() as pool:
+        running = [
+            pool.submit(httpx.post, url + COMPLETIONS, json=body, timeout=20)
+            for _ in range(MAX_CALLS)
+        ]
+        assert wait_until(lambda: doors.router.num_running == MAX_CALLS)
+        refused = httpx.post(url + COMPLETIONS, json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["message"].startswith("2 calls are under way")
+        assert httpx.get(f"{url}/health").status_code == 200
+        gate.let_through(2 * MAX_CALLS + 2)
+        assert [reply.result().status_code for reply in running] == [200] * MAX_CALLS
+    assert httpx.post(url + COMPLETIONS, json=body, timeout=20).status_code == 200
 
 
 def test_rpcs_at_a_time_are_limited(doors: Doors, few: Endpoints) -> None:
-    doors.router.delay_seconds = 0.3
+    gate = Gate(doors)
     with grpc.insecure_channel(f"127.0.0.1:{few.grpc_port}") as channel:
         stub = jpd_pb2_grpc.JpdStub(channel)
         request = jpd_pb2.GenerateRequest(text="abc", sampling={"max_tokens": 3})
         running = [stub.Generate(request, timeout=20) for _ in range(MAX_CALLS)]
-        for answers in running:
-            next(answers)
+        assert wait_until(lambda: doors.router.num_running == MAX_CALLS)
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Generate(request, timeout=20))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert all(len(list(answers)) == 2 for answers in running)
+        gate.let_through(3 * MAX_CALLS)
+        assert [len(list(answers)) for answers in running] == [3] * MAX_CALLS
 
 
 FORGED = "x\n2026-01-01 00:00:00 INFO jpd: all is well\x1b[2J\x9b\u2028{{ 7*7 }}{% raise %}%s%n"
