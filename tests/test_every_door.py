@@ -79,6 +79,25 @@ def test_b12_every_door_prefills_on_the_prefill_worker(house: House, way: str) -
     assert not decode.attempts["prefill"]
 
 
+def test_one_id_names_a_request_everywhere(house: House) -> None:
+    def last_ids(count: int) -> list[str]:
+        return [trace.request_id for trace in house.server.trace.requests()[-count:]]
+
+    for prefix, reply in (
+        ("cmpl-", house.post("completions", prompt="a")),
+        ("chatcmpl-", house.post("chat/completions", messages=MESSAGES)),
+    ):
+        found = reply.headers["x-request-id"]
+        assert reply.json()["id"] == prefix + found
+        assert found in last_ids(2)
+    several = house.post("completions", prompt=["a", "b"])
+    found = several.headers["x-request-id"]
+    assert sorted(last_ids(2)) == [f"{found}-0", f"{found}-1"]
+    call = house.grpc.Generate(jpd_pb2.GenerateRequest(text="a", sampling={"max_tokens": 3}))
+    assert list(call)
+    assert last_ids(1) == [dict(call.trailing_metadata())["jpd-request-id"]]
+
+
 UNSUPPORTED: list[dict[str, object]] = [
     {"use_beam_search": True},
     {"best_of": 3},
