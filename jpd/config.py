@@ -149,9 +149,7 @@ class LaunchConfig:
     kind: LaunchKind = "inprocess"
     max_restarts: int = 10  # of a host that ended by itself; a long life forgives earlier ends
     start_timeout_seconds: float = 1800.0  # until a host has loaded and compiled everything
-    ray_address: str | None = (
-        None  # of a Ray cluster; None: the local one, started when there is none
-    )
+    ray_address: str | None = None  # None: this machine's cluster, started when there is none
     placement: Placement = "spread"  # ray: hosts on different nodes, or together where they fit
 
 

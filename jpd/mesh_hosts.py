@@ -50,6 +50,9 @@ def read_launch(table: Table, hosts: Sequence[HostConfig]) -> LaunchConfig:
     default = LaunchConfig()
     needs_processes = len(hosts) > 1 or any(host.cores or host.accelerators for host in hosts)
     kind = table.choice("kind", "subprocess" if needs_processes else "inprocess", LaunchKind)
+    for name in ("ray_address", "placement"):
+        if name in table and kind != "ray":
+            table.problem(name, table.value(name), f"only with kind ray, not {kind}")
     launch = LaunchConfig(
         kind=cast(LaunchKind, kind),
         max_restarts=table.integer("max_restarts", default.max_restarts),
@@ -63,8 +66,22 @@ def read_launch(table: Table, hosts: Sequence[HostConfig]) -> LaunchConfig:
     if launch.kind == "inprocess" and needs_processes:
         rule = "several hosts, and hosts with cores or accelerators of their own, need processes"
         table.problem("kind", launch.kind, f"{rule}: subprocess")
-    _check_shared(table, hosts)
+    if launch.kind == "ray":
+        _check_left_to_ray(table, hosts)
+    else:
+        _check_shared(table, hosts)
     return launch
+
+
+def _check_left_to_ray(table: Table, hosts: Sequence[HostConfig]) -> None:
+    """Ray gives a host its machine, and with it the address and the accelerators."""
+    for host in hosts:
+        for name, value, is_given in (
+            ("address", host.address, host.address != LOOPBACK),
+            ("accelerators", list(host.accelerators), bool(host.accelerators)),
+        ):
+            if is_given:
+                table.problem(f"host.{host.name}.{name}", value, "Ray gives it: leave it out")
 
 
 def _check_shared(table: Table, hosts: Sequence[HostConfig]) -> None:

@@ -14,16 +14,22 @@ import numpy.typing as npt
 from jpd.checkpoint.model_source import Model
 from jpd.checkpoint.progress import ProgressCallback
 from jpd.config import DeploymentConfig
-from jpd.errors import ConfigError, Problem, WorkerLostError
+from jpd.errors import ConfigError, WorkerLostError
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.launch.growth import grown
 from jpd.launch.inprocess import grammar_compiler
-from jpd.launch.orders import HostLauncher, HostOrders, read_security, read_token
+from jpd.launch.orders import (
+    HostLauncher,
+    HostOrders,
+    address_problem,
+    read_security,
+    read_token,
+)
 from jpd.launch.supervisor import HostSupervisor
 from jpd.mesh_file import load_deployment
 from jpd.rpc import worker_pb2 as pb
 from jpd.rpc.failures import load_error
-from jpd.rpc.security import Security, is_loopback, open_blocking_channel
+from jpd.rpc.security import Security, open_blocking_channel
 from jpd.rpc.worker_pb2_grpc import WorkerHostStub
 from jpd.worker.connection import HostConnection
 from jpd.worker.fingerprint import fingerprint_of
@@ -121,47 +127,40 @@ def launch_hosts(
 ) -> HostedFleet:
     """Start every host of the deployment and return when all are ready. Blocks.
 
-    Raises ConfigError, WorkerLostError, and leaves no process behind when it raises.
+    Raises ConfigError, WorkerLostError, and leaves no process behind when it raises; the launcher
+    is closed then.
     """
-    _check_addresses(deployment)
-    model.require_source()
-    token = read_token(deployment.security, deployment.file) or secrets.token_urlsafe(32)
-    security = read_security(deployment.security, deployment.file, token)
-    grammars = grammar_compiler(model)  # it reads its vocabulary while the hosts compile
-    supervisor = HostSupervisor(launcher, deployment.launch, security, progress)
-    orders = [
-        HostOrders(
-            host=host.name,
-            deployment=deployment,
-            model=model.spec,
-            weights=model.config.weights,
-            can_prefill_locally=can_prefill_locally,
-            token=token,
-        )
-        for host in deployment.hosts
-    ]
+    grammars: GrammarCompiler | None = None
     try:
-        supervisor.start(orders)
+        _check(model, deployment)
+        token = read_token(deployment.security, deployment.file) or secrets.token_urlsafe(32)
+        security = read_security(deployment.security, deployment.file, token)
+        grammars = grammar_compiler(model)  # it reads its vocabulary while the hosts compile
+        supervisor = HostSupervisor(launcher, deployment.launch, security, progress)
+        supervisor.start(
+            [
+                HostOrders(
+                    host=host.name,
+                    deployment=deployment,
+                    model=model.spec,
+                    weights=model.config.weights,
+                    can_prefill_locally=can_prefill_locally,
+                    token=token,
+                )
+                for host in deployment.hosts
+            ]
+        )
     except BaseException:
+        launcher.close()
         if grammars is not None:
             grammars.close()
         raise
     return HostedFleet(model, deployment, supervisor, security, grammars)
 
 
-def _check_addresses(deployment: DeploymentConfig) -> None:
-    """Tokens, prompts and KV do not go over a network in the clear unless that was asked for."""
-    security = deployment.security
-    if security.has_certificates or security.insecure:
-        return
-    rule = (
-        "others can reach this address: give [security] ca_file, certificate_file and key_file, "
-        "or say --insecure"
-    )
-    problems = [
-        Problem(deployment.file, f"host.{host.name}.address", host.address, rule)
-        for host in deployment.hosts
-        if not is_loopback(host.address)
-    ]
-    if problems:
+def _check(model: Model, deployment: DeploymentConfig) -> None:
+    """What can be refused before anything is started. Raises ConfigError."""
+    found = [address_problem(deployment, host.name, host.address) for host in deployment.hosts]
+    if problems := [problem for problem in found if problem is not None]:
         raise ConfigError(problems)
+    model.require_source()

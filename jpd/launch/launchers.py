@@ -13,6 +13,9 @@ from jpd.errors import ConfigError, Problem
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.launch.hosted import launch_hosts
 from jpd.launch.inprocess import TransferWrapper, launch_workers
+from jpd.launch.orders import HostLauncher
+from jpd.launch.ray_cluster import RayCluster
+from jpd.launch.ray_hosts import RayLauncher
 from jpd.launch.subprocess_hosts import SubprocessLauncher
 from jpd.worker.protocol import WorkerClient
 
@@ -56,16 +59,20 @@ def launch_fleet(
             progress=progress,
             can_prefill_locally=can_prefill_locally,
         )
-    if kind == "ray":
-        rule = "hosts on a Ray cluster are not there yet: subprocess"
-        raise ConfigError([Problem(deployment.file, "launch.kind", kind, rule)])
     if transfer_wrapper is not None:
         rule = "a transfer_wrapper needs the workers in this process"
         raise ConfigError([Problem(deployment.file, "launch.kind", kind, rule)])
     return launch_hosts(
         model,
         deployment,
-        SubprocessLauncher(),
+        _host_launcher(deployment),
         progress=progress,
         can_prefill_locally=can_prefill_locally,
     )
+
+
+def _host_launcher(deployment: DeploymentConfig) -> HostLauncher:
+    """Raises ConfigError when there is no Ray, or no cluster where the file says."""
+    if deployment.launch.kind == "ray":
+        return RayLauncher(RayCluster(deployment.launch, deployment.file), deployment)
+    return SubprocessLauncher()

@@ -4,14 +4,14 @@ Used by every launcher of hosts and by the host itself.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 from jpd.config import DeploymentConfig, HostConfig, SecurityConfig
 from jpd.errors import ConfigError, Problem
 from jpd.nn.config import WeightFormat
-from jpd.rpc.security import Certificates, Security
+from jpd.rpc.security import Certificates, Security, is_loopback
 
 EVENT_MARK = "jpd-host: "
 """Begins the lines of a host process's stdout that hold an event."""
@@ -31,6 +31,14 @@ class HostOrders:
     @property
     def config(self) -> HostConfig:
         return self.deployment.host(self.host)
+
+    def at(self, address: str) -> "HostOrders":
+        """The same for a host that listens there."""
+        hosts = tuple(
+            replace(config, address=address) if config.name == self.host else config
+            for config in self.deployment.hosts
+        )
+        return replace(self, deployment=replace(self.deployment, hosts=hosts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +76,32 @@ class HostHandle(Protocol):
 
 
 class HostLauncher(Protocol):
-    """Starts hosts. `restarts_hosts`: who ended by itself comes back without being asked for."""
-
-    @property
-    def restarts_hosts(self) -> bool: ...
+    """Starts hosts; when one is started again is for the supervisor to say."""
 
     def start(self, orders: HostOrders, on_event: OnEvent) -> HostHandle:
         """Start a host and return at once; the rest is told by events, "ended" being the last."""
         ...
 
     def close(self) -> None:
-        """Free what belongs to no single host."""
+        """Free what belongs to no single host. Idempotent."""
         ...
+
+
+def address_problem(deployment: DeploymentConfig, host: str, address: str) -> Problem | None:
+    """Tokens, prompts and KV do not go over a network in the clear unless that was asked for."""
+    security = deployment.security
+    if security.insecure or is_loopback(address):
+        return None
+    if security.has_certificates:
+        if deployment.cache.transport != "jax_transfer":
+            return None
+        rule = "does not encrypt what it sends over a network: host_staged, or say --insecure"
+        return Problem(deployment.file, "cache.transport", "jax_transfer", rule)
+    rule = (
+        "others can reach this address: give [security] ca_file, certificate_file and key_file, "
+        "or say --insecure"
+    )
+    return Problem(deployment.file, f"host.{host}.address", address, rule)
 
 
 def read_security(config: SecurityConfig, file: str, token: str) -> Security:

@@ -33,8 +33,6 @@ def to_stderr(line: str) -> None:
 class SubprocessLauncher:
     """Starts one process a host."""
 
-    restarts_hosts = False
-
     def __init__(self, on_line: OnLine = to_stderr) -> None:
         self._on_line = on_line
 

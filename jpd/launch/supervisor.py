@@ -228,8 +228,6 @@ class HostSupervisor:
             place.settled.set()
             return
         logger.error("host %s: %s", place.name, reason)
-        if self._launcher.restarts_hosts:
-            return
         if time.monotonic() - place.started_time > FORGIVEN_SECONDS:
             place.num_restarts = 0
         if place.num_restarts >= self._launch.max_restarts:

@@ -96,6 +96,19 @@ def _channel_credentials(security: Security) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pem.authority, pem.key, pem.certificate)
 
 
+def why_no_connection(details: str, security: Security) -> str:
+    """What a failed connection says of certificates, in words of the mesh file; "": nothing."""
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return "its certificate was not issued by [security] ca_file"
+    if "WRONG_VERSION_NUMBER" in details:
+        return "it speaks no TLS: it has another [security]"
+    if "failed to connect" in details and "Socket closed" in details:
+        if security.certificates is None:
+            return "it ended the connection: it may want TLS, and [security] has no certificates"
+        return "it ended the connection: [security] certificate_file may not be of its ca_file"
+    return ""
+
+
 def open_server(security: Security) -> grpc.aio.Server:
     """A server that refuses calls without the token."""
     guards = [_TokenGuard(security.token)] if security.token else []

@@ -21,7 +21,7 @@ from jpd.errors import JpdError, WorkerLostError
 from jpd.rpc import worker_pb2 as pb
 from jpd.rpc.failures import load_error
 from jpd.rpc.records import dump, load
-from jpd.rpc.security import Security, open_channel
+from jpd.rpc.security import Security, open_channel, why_no_connection
 from jpd.rpc.worker_pb2_grpc import WorkerHostStub
 from jpd.worker.beats import BEAT_SECONDS, SILENCE_SECONDS, hear
 from jpd.worker.fingerprint import PROTOCOL_VERSION, Fingerprint
@@ -59,6 +59,7 @@ class Session:
     metadata: tuple[tuple[str, str], ...]
     clock_offset: float  # this process's clock − the host's
     statuses: dict[str, WorkerStatus] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # set for a moment by each status
     calls: set[Any] = field(default_factory=set)
     lost_reason: str = ""
 
@@ -73,6 +74,7 @@ class Session:
 
     def end(self, reason: str) -> None:
         self.lost_reason = reason
+        self.news.set()
         for call in tuple(self.calls):
             call.cancel()
 
@@ -145,7 +147,9 @@ class HostConnection:
         if isinstance(error, TimeoutError):
             return f"silent for {self._silence_seconds:g} s"
         if isinstance(error, grpc.aio.AioRpcError):
-            return f"{error.code().name.lower().replace('_', ' ')}: {error.details()}"
+            details = str(error.details())
+            said = why_no_connection(details, self._security) or details
+            return f"{error.code().name.lower().replace('_', ' ')}: {said}"
         return str(error) if isinstance(error, JpdError) else repr(error)
 
     @contextlib.asynccontextmanager
@@ -204,6 +208,8 @@ class HostConnection:
         for record in seen.status_records:
             status = load(record, WorkerStatus, session.clock_offset)
             session.statuses[status.name] = status
+        session.news.set()
+        session.news.clear()
         if self._session is None:
             self._session = session
             self._tried.set()

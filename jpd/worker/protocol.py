@@ -126,6 +126,29 @@ class WorkerStatus:
     roles: tuple[Role, ...] = ()  # that it has the compiled functions for
     host: str = ""  # whose process it lives in; "": the router's
 
+    @classmethod
+    def at_rest(
+        cls, name: str, role: Role, *, num_slots: int, num_pages: int, last_step_time: float
+    ) -> "WorkerStatus":
+        """A healthy worker that has nothing to do."""
+        return cls(
+            name=name,
+            role=role,
+            healthy=True,
+            reason="",
+            draining=False,
+            num_slots=num_slots,
+            num_slots_used=0,
+            num_pages=num_pages,
+            num_pages_used=0,
+            num_pages_cached=0,
+            num_prefills_waiting=0,
+            num_prefill_tokens_waiting=0,
+            num_transfers_in_flight=0,
+            num_compilations_after_ready=0,
+            last_step_time=last_step_time,
+        )
+
 
 class WorkerClient(Protocol):
     """The router's only view of a worker. All methods are called on the router's event loop."""

@@ -31,6 +31,7 @@ from jpd.worker.protocol import (
 
 ANSWER_SECONDS = 30.0
 """For verbs that a worker answers between two of its steps."""
+NEWS_SECONDS = 2.0
 ATTEMPT_SECONDS = 3600.0
 """For prefills, decodes and drains; an attempt's deadline is sooner."""
 
@@ -114,6 +115,10 @@ class RemoteClient:
     async def set_role(self, role: Role) -> None:
         request = pb.SetRoleRequest(worker=self._name, role=role)
         await self._call("SetRole", request, ANSWER_SECONDS, self._silent(ANSWER_SECONDS))
+        with contextlib.suppress(TimeoutError):  # statuses come on their own, a little later
+            async with asyncio.timeout(NEWS_SECONDS):
+                while (status := await self.status()).role != role or status.draining:
+                    await self._connection.session(self._name).news.wait()
 
     def on_room(self, callback: Callable[[], None]) -> None:
         self._connection.on_room(self._name, callback)

@@ -36,7 +36,7 @@ def apart(transport: KVTransport, checksum: bool):
 @pytest.mark.parametrize(
     ("transport", "checksum"), [("host_staged", True), ("jax_transfer", False)]
 )
-def test_d01_d11_tokens_are_those_of_one_process(
+def test_d01_d11_g09_g10_tokens_are_those_of_one_process(
     golden_llama3: Path, transport: KVTransport, checksum: bool
 ) -> None:
     expected = dict(np.load(golden_llama3 / "expected.npz"))

@@ -1,4 +1,4 @@
-"""What the embedded launcher cannot start, and that it leaves nothing behind."""
+"""What launchers cannot start, and that they leave nothing behind."""
 
 import threading
 from dataclasses import replace
@@ -8,10 +8,11 @@ import pytest
 
 from jpd.cache.kv_cache import KVSpec
 from jpd.checkpoint.model_source import Model, open_model
-from jpd.config import CacheConfig, HostConfig
+from jpd.config import CacheConfig, HostConfig, KVTransport, SecurityConfig
 from jpd.errors import ConfigError
 from jpd.launch.devices import num_pool_pages
 from jpd.launch.inprocess import launch_workers
+from jpd.launch.orders import address_problem
 from jpd.mesh_file import resolve_platform
 from tests.launch.tiny_fleets import deployment, with_hosts, worker
 
@@ -78,6 +79,25 @@ def test_a_failing_start_leaves_no_thread(model: Model) -> None:
     with pytest.raises(RuntimeError, match="no more destinations"):
         launch_workers(model, PAIR, transfer_wrapper=Refusing)
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(
+    ("address", "security", "transport", "rule"),
+    [
+        ("127.0.0.5", SecurityConfig(), "jax_transfer", None),
+        ("10.0.0.7", SecurityConfig(), "host_staged", "host.host.address = '10.0.0.7': others can"),
+        ("node-a", SecurityConfig(token_file="t"), "host_staged", "host.host.address = 'node-a'"),
+        ("10.0.0.7", SecurityConfig("t", "ca", "pem", "key"), "host_staged", None),
+        ("10.0.0.7", SecurityConfig("t", "ca", "pem", "key"), "jax_transfer", "does not encrypt"),
+        ("10.0.0.7", SecurityConfig(insecure=True), "jax_transfer", None),
+    ],
+)
+def test_nothing_goes_over_a_network_in_the_clear_unasked(
+    address: str, security: SecurityConfig, transport: KVTransport, rule: str | None
+) -> None:
+    cache = replace(PAIR.cache, transport=transport)
+    problem = address_problem(replace(PAIR, security=security, cache=cache), "host", address)
+    assert rule is None if problem is None else rule is not None and rule in str(problem)
 
 
 class FakeDevice:

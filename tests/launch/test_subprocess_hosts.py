@@ -4,9 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,40 +16,52 @@ import pytest
 import jpd
 from jpd.api import Server
 from jpd.checkpoint.model_source import open_model
-from jpd.config import HostConfig, LaunchConfig, WorkerConfig
+from jpd.cli import main
 from jpd.errors import ConfigError
 from jpd.launch.hosted import HostedFleet, launch_hosts
 from jpd.launch.subprocess_hosts import HostProcess, SubprocessLauncher
-from jpd.mesh_file import resolve_platform
-from tests.launch.tiny_fleets import deployment, worker
+from jpd.mesh_file import load_deployment
+from tests.support.host_certificates import make_certificates
 
 pytestmark = pytest.mark.slow
 
 START_SECONDS = 170
+CORES = sorted(os.sched_getaffinity(0))
 
 
-def on(host: str, config: WorkerConfig) -> WorkerConfig:
-    return replace(config, host=host)
+THIRD_HOST = """
+[[host]]
+name = "c"
+platform = "cpu"
+devices = 1
 
-
-TWO_HOSTS = resolve_platform(
-    replace(
-        deployment(
-            on("a", worker("one-0", "colocated", [0, 1])),
-            on("b", worker("two-0", "colocated", [0])),
-        ),
-        hosts=(
-            HostConfig("a", "cpu", 2, cores=(min(os.sched_getaffinity(0)),)),
-            HostConfig("b", "cpu", 1, cores=(max(os.sched_getaffinity(0)),)),
-        ),
-        launch=LaunchConfig("subprocess"),
-    )
-)
+[[worker]]
+name = "three"
+role = "colocated"
+host = "c"
+devices = [0]
+slots = 4
+"""
 
 
 @pytest.fixture(scope="module")
-def server(golden_llama3: Path) -> Iterator[Server]:
-    with jpd.launch(str(golden_llama3), TWO_HOSTS) as running:
+def mesh(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two hosts of other tensor sizes, a core each, with TLS and a token between them."""
+    folder = tmp_path_factory.mktemp("hosts")
+    security = make_certificates(repo, folder / "tls")
+    text = (repo / "tests" / "launch" / "two_hosts.toml").read_text()
+    text = text.replace("cores = [0]", f"cores = [{CORES[0]}]")
+    text = text.replace("cores = [1]", f"cores = [{CORES[-1]}]") + "\n[security]\n"
+    for name, value in asdict(security).items():
+        text += f'{name} = "{value}"\n' if isinstance(value, str) else ""
+    path = folder / "two_hosts.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(golden_llama3: Path, mesh: Path) -> Iterator[Server]:
+    with jpd.launch(str(golden_llama3), mesh) as running:
         yield running
 
 
@@ -97,8 +110,8 @@ def test_tokens_and_logits_are_those_of_one_process(
     assert server.health().status == "ok"
 
 
-def test_hosts_run_on_their_cores(server: Server) -> None:
-    for host in TWO_HOSTS.hosts:
+def test_hosts_run_on_their_cores(server: Server, mesh: Path) -> None:
+    for host in load_deployment(mesh).hosts:
         pid = process_of(server, host.name).pid
         for thread in Path(f"/proc/{pid}/task").iterdir():
             assert tuple(os.sched_getaffinity(int(thread.name))) == host.cores
@@ -128,6 +141,54 @@ def test_a_killed_host_is_noticed_replayed_and_comes_back(
     answers = server.generate([prompt] * 4, max_tokens=8, temperature=0.0, ignore_eos=True)
     assert all(list(answer.token_ids) == greedy[:8] for answer in answers)
     assert "two-0" in {answer.timeline.decode_worker for answer in answers}
+
+
+def test_workers_come_change_and_go_while_streams_elsewhere_never_notice(
+    server: Server, mesh: Path, expected: dict[str, np.ndarray]
+) -> None:
+    """`jpd workers` beside streams of another host, which are served as if nothing happened."""
+    prompt, greedy = expected["prompts"][1].tolist(), expected["greedy"][1].tolist()
+    is_over, seen = threading.Event(), []
+
+    def ask(worker: str) -> tuple[list[int], tuple[str, ...]]:
+        (answer,) = server.generate(
+            [prompt],
+            max_tokens=len(greedy),
+            temperature=0.0,
+            ignore_eos=True,
+            prefill_worker=worker,
+            decode_worker=worker,
+        )
+        return list(answer.token_ids), answer.timeline.path
+
+    def keep_asking() -> None:
+        while not is_over.is_set():
+            seen.append(ask("one-0"))
+
+    undisturbed = ask("one-0")
+    assert undisturbed[0] == greedy
+    doors = server.serve(http_port=0, grpc_port=None)
+
+    def workers(*arguments: str) -> int:
+        return main(["workers", "--url", f"http://127.0.0.1:{doors.http_port}", *arguments])
+
+    mesh.write_text(mesh.read_text() + THIRD_HOST)
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        assert workers("add", "c") == 0
+        assert ask("three-0")[0] == greedy
+        assert workers("drain", "two-0") == 0 and states(server)["two-0"] == "draining"
+        assert workers("set-role", "two-0", "decode") == 0 and states(server)["two-0"] == "up"
+        assert workers("set-role", "two-0", "colocated") == 0
+        assert ask("two-0")[0] == greedy
+        added = process_of(server, "c").pid
+        assert workers("remove", "three-0") == 0
+        assert list(states(server)) == ["one-0", "two-0"] and not is_running(added)
+    finally:
+        is_over.set()
+        asking.join()
+    assert len(seen) > 10 and all(one == undisturbed for one in seen)
 
 
 def test_hosts_end_with_whoever_started_them(repo: Path, golden_llama3: Path) -> None:
@@ -168,10 +229,13 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in found]
 
 
-def test_what_a_host_cannot_do_is_said_by_its_file(golden_llama3: Path) -> None:
-    cores = (4095,)
-    hosts = (TWO_HOSTS.hosts[0], replace(TWO_HOSTS.hosts[1], cores=cores))
-    model = open_model(str(golden_llama3))
+def test_what_a_host_cannot_do_is_said_by_its_file(golden_llama3: Path, mesh: Path) -> None:
+    config = load_deployment(mesh)
+    hosts = (config.hosts[0], replace(config.hosts[1], cores=(4095,)))
     lines: list[str] = []
-    with pytest.raises(ConfigError, match=r"tiny.toml: host\.b\.cores = \[4095\]"):
-        launch_hosts(model, replace(TWO_HOSTS, hosts=hosts), SubprocessLauncher(lines.append))
+    with pytest.raises(ConfigError, match=r"two_hosts.toml: host\.b\.cores = \[4095\]"):
+        launch_hosts(
+            open_model(str(golden_llama3)),
+            replace(config, hosts=hosts),
+            SubprocessLauncher(lines.append),
+        )

@@ -42,7 +42,6 @@ class FakeHandle:
 
 @dataclass
 class FakeLauncher:
-    restarts_hosts: bool = False
     started: list[FakeHandle] = field(default_factory=list)
     is_closed: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -153,17 +152,4 @@ def test_a_removed_host_is_ended_and_not_started_again(
     assert launcher.started[0].killed and list(hosts.places) == ["b"]
     launcher.started[0].end()
     time.sleep(0.1)
-    assert len(launcher.started) == 2
-
-
-def test_a_launcher_that_restarts_hosts_is_left_to_do_so(
-    launcher: FakeLauncher, hosts: HostSupervisor
-) -> None:
-    launcher.restarts_hosts = True
-    start_both(hosts, launcher)
-    place, handle = hosts.places["b"], launcher.started[1]
-    handle.end("its actor died")
-    eventually(lambda: place.address is None)
-    handle.ready()
-    eventually(lambda: place.address is not None)
     assert len(launcher.started) == 2

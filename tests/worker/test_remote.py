@@ -189,6 +189,7 @@ async def eventually_up(far: Remote, seconds: float = 5.0) -> None:
     raise AssertionError("the host did not come back")
 
 
+@pytest.mark.field_report("C04")
 async def test_a_host_that_comes_back_elsewhere_is_found() -> None:
     async with remote() as far:
         await far.server.stop(0.0)
@@ -265,7 +266,9 @@ async def test_a_drain_lasts_until_others_have_read_their_kv() -> None:
         await asyncio.wait_for(draining, 2)
         with pytest.raises(WorkerError, match="its executables are those of prefill"):
             await client.set_role("decode")
+        assert (await client.status()).draining
         await client.set_role("prefill")
+        assert not (await client.status()).draining, "it is heard of with the answer"
         attempt = attempt_of(range(20), 5)
         assert await Remote(running, server, place, connection).run(attempt) == reference(attempt)
         await connection.stop()
