@@ -98,6 +98,12 @@ class FrontendServer:
         await asyncio.gather(*stops)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a request was cancelled: whoever did it knows, and its traceback helps nobody."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError)
+
+
 class _HttpServer:
     """uvicorn on a socket that is bound already."""
 
@@ -120,6 +126,7 @@ class _HttpServer:
 
     async def start(self) -> int:
         port: int = self._listener.getsockname()[1]
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             if self._task.done():

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,13 +83,18 @@ def test_interrupted_twice_while_it_compiles(
 
 
 def test_interrupted_again_while_it_drains(repo: Path, golden_llama3: Path, tmp_path: Path) -> None:
-    """One stream would go on for ever: the client does not read it."""
-    arguments = serve_arguments(repo, golden_llama3, tmp_path)
-    with ServerProcess(arguments, environment=server_environment(repo)) as server:
-        server.wait_ready(120)
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.05)
-        server.process.send_signal(signal.SIGINT)
-        status = server.process.wait(30)
-        assert status in (0, 130), server.last_words()  # 0: it had drained already
+    """A request whose body does not come would keep it from ending for a minute."""
+    arguments, lines = serve_arguments(repo, golden_llama3, tmp_path), list[str]()
+    with ServerProcess(arguments, lines.append, server_environment(repo)) as server:
+        host, _, port = server.wait_ready(120).http.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: jpd\r\n")
+            client.sendall(b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{")
+            with urllib.request.urlopen(f"http://{host}:{port}/health") as later:
+                assert later.status == 200  # what came before is being served
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: any("draining up to 60 s" in line for line in lines), 30)
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(30) == 130, server.last_words()
         assert "Traceback" not in server.last_words()
+        assert "jpd: interrupted" in server.last_words()
