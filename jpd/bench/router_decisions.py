@@ -57,21 +57,11 @@ class PaperWorker:
         return self.look()
 
     def look(self) -> WorkerStatus:
-        return WorkerStatus(
-            name=self.name,
-            role=self._role,
-            healthy=True,
-            reason="",
-            draining=False,
+        return WorkerStatus.at_rest(
+            self.name,
+            self._role,
             num_slots=self._slots,
-            num_slots_used=0,
             num_pages=self._pages,
-            num_pages_used=0,
-            num_pages_cached=0,
-            num_prefills_waiting=0,
-            num_prefill_tokens_waiting=0,
-            num_transfers_in_flight=0,
-            num_compilations_after_ready=0,
             last_step_time=0.0,
         )
 

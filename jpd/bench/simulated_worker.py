@@ -6,7 +6,7 @@ part of `jpd bench router` and by `jpd bench frontend`.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import WorkerLostError
@@ -97,23 +97,14 @@ class SimulatedWorker:
                 callback()
 
     async def status(self) -> WorkerStatus:
-        return WorkerStatus(
-            name=self.name,
-            role=self._role,
-            healthy=True,
-            reason="",
-            draining=False,
+        status = WorkerStatus.at_rest(
+            self.name,
+            self._role,
             num_slots=self._num_slots,
-            num_slots_used=len(self._rows),
             num_pages=1 << 20,
-            num_pages_used=0,
-            num_pages_cached=0,
-            num_prefills_waiting=0,
-            num_prefill_tokens_waiting=0,
-            num_transfers_in_flight=0,
-            num_compilations_after_ready=0,
             last_step_time=self._now,
         )
+        return replace(status, num_slots_used=len(self._rows))
 
     async def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
         raise NotImplementedError

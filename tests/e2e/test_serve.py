@@ -105,6 +105,7 @@ BAD_BODIES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", BAD_BODIES)
+@pytest.mark.field_report("C15")
 def test_bad_body_is_400_and_nobody_else_notices(
     running_server: RunningServer, case: str, stream: bool
 ) -> None:

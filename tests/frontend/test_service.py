@@ -1,6 +1,7 @@
 """TextService over a fake router: choices, seeds, limits, cancelling."""
 
 import asyncio
+import threading
 from contextlib import aclosing
 
 import pytest
@@ -10,6 +11,7 @@ from jpd.frontend.job import GenerateJob, read_sampling
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.service import Generation, TextDelta, TextService
 from jpd.request import SamplingParams
+from jpd.tokenizer import HuggingFaceTokenizer
 from tests.frontend.fake_router import (
     BOS,
     EOS,
@@ -47,6 +49,28 @@ async def test_text_goes_through_the_tokenizer_both_ways() -> None:
     assert answer.finish_reason == "stop"
     assert answer.num_prompt_tokens == 4
     assert answer.timeline is not None and answer.timeline.path == ["disaggregated"]
+
+
+async def test_g07_tokenising_a_long_text_stops_nobody_else() -> None:
+    is_slow, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(HuggingFaceTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            if text == "long":
+                is_slow.set()
+                assert may_go_on.wait(10)
+            return super().encode(text, add_special_tokens)
+
+    tokenizer = make_tokenizer()
+    tokenizer.__class__ = Slow
+    served = service(FakeRouter(), make_model(tokenizer))
+    late = asyncio.ensure_future(generate(served, job("long")))
+    while not is_slow.is_set():
+        await asyncio.sleep(0.001)
+    (answer,) = await generate(served, job("hi"))
+    assert answer.text == "hi" and not late.done()
+    may_go_on.set()
+    assert (await late)[0].text == "long"
 
 
 async def test_token_ids_are_taken_as_they_are() -> None:

@@ -56,6 +56,7 @@ def test_nothing_finishes_without_a_token() -> None:
         at(make_record(), S.DECODING).advance(S.FINISHED, 101.0)
 
 
+@pytest.mark.field_report("G08")
 def test_phases_partition_the_life_of_a_request() -> None:
     record = make_record()
     for state, now in [

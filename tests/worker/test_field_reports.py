@@ -1,12 +1,13 @@
 """Faults that users of other systems met between prefill and decode, tried on our workers."""
 
 import asyncio
+import itertools
 import random
 import time
 
 import pytest
 
-from jpd.errors import RequestError, TransferError
+from jpd.errors import PreemptedError, RequestError, TransferError
 from jpd.transfer.faulty import Fault, FaultyTransfer
 from jpd.transfer.protocol import KVPiece
 from tests.worker.fakes import Gate, reference
@@ -248,3 +249,63 @@ async def test_a18_cancelling_everything_at_random_times_leaves_a_working_fleet(
             assert await asyncio.wait_for(running.run(probe), 5) == reference(probe)
             await running.assert_at_rest()
         assert all(map(is_at_rest, running.members.values()))
+
+
+async def test_c12_a_row_that_must_grow_takes_the_room_of_mere_reservations() -> None:
+    pages = {"prefill-0": 64, "decode-0": 20}
+    async with fleet(num_pages=pages, reserve_tokens=4, slots=8) as running:
+        growing = attempt_of(range(40), max_tokens=36)  # 11 pages at first, 19 at last
+        running["decode-0"].decode.before_step = lambda: time.sleep(0.002)
+        streaming = asyncio.ensure_future(running.run(growing))
+        await wait_for(lambda: len(running.tokens.get(growing.attempt_id, ())) > 1)
+        arrivals = [attempt_of(range(n, n + 7), max_tokens=8) for n in (100, 200, 300)]
+        client = running["decode-0"].client
+        held = [a for a in arrivals if await client.reserve(a) is not None]
+        assert held, "there was room for somebody"
+        assert await streaming == reference(growing)
+        with pytest.raises(PreemptedError, match=f"of {growing.attempt_id}"):
+            async for _ in client.decode(held[-1].attempt_id, 1):
+                pass
+        for attempt in held:
+            await client.cancel(attempt.attempt_id)
+        assert await running.run(attempt_of(range(9))) == reference(attempt_of(range(9)))
+        await running.assert_at_rest()
+
+
+async def test_g02_transfers_of_a_burst_are_as_fast_at_its_end_as_at_its_beginning() -> None:
+    num_prompts = 64
+    async with fleet(num_pages=40 * num_prompts, slots=num_prompts) as running:
+        client, arrivals = running["decode-0"].client, list[float]()
+
+        async def move(number: int) -> None:
+            attempt = attempt_of(range(number, number + 100), max_tokens=2)
+            reservation = await client.reserve(attempt)
+            first = await running["prefill-0"].client.prefill(attempt, reservation)
+            known = time.monotonic()
+            event = await anext(aiter(client.decode(attempt.attempt_id, first.token_id)))
+            arrivals.append(max(0.0, event.kv_complete_time - known))
+            await client.cancel(attempt.attempt_id)
+
+        await asyncio.gather(*(move(1000 * number) for number in range(num_prompts)))
+        early, late = (sorted(arrivals[:32])[16], sorted(arrivals[32:])[16])
+        assert late < 3 * early + 0.05
+        await running.assert_at_rest()
+
+
+async def test_g06_between_two_chunks_every_row_of_the_same_worker_takes_its_step() -> None:
+    async with fleet(roles={"both-0": "colocated"}, num_pages=200) as running:
+        steps, both = list[str](), running["both-0"]
+        both.decode.before_step = lambda: (steps.append("row"), time.sleep(0.002))
+        both.prefill.before_step = lambda: steps.append("chunk")
+        short, long = attempt_of(range(5), max_tokens=100), attempt_of(range(40, 140), 2)
+
+        def run(attempt):
+            return asyncio.ensure_future(running.run(attempt, "both-0", "both-0"))
+
+        streaming = run(short)
+        await wait_for(lambda: len(running.tokens.get(short.attempt_id, ())) > 1)
+        steps.clear()
+        assert await run(long) == reference(long)
+        assert steps.count("chunk") >= 13 and not streaming.done()
+        assert all(pair != ("chunk", "chunk") for pair in itertools.pairwise(steps))
+        assert await streaming == reference(short)

@@ -77,6 +77,7 @@ async def test_a_call_that_raises_is_told_to_those_behind_it_too() -> None:
         assert isinstance(failed[0], WorkerLostError)
 
 
+@pytest.mark.field_report("C15")
 async def test_an_attempt_that_cannot_be_taken_in_ends_alone() -> None:
     """I4: whatever the engine thinks of one attempt is no matter of its neighbours."""
 
