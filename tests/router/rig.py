@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jpd.config import FailureConfig, RouterConfig, SloConfig
+from jpd.errors import WorkerLostError
 from jpd.metrics import Metrics
 from jpd.request import FinishReason, PromptLogprobs, Request, SamplingParams, Timeline
 from jpd.router.policy import WorkerView
 from jpd.router.router import Router
+from jpd.worker.protocol import Attempt
 from tests.support.fake_worker import FakeWorker
 
 PAGE_SIZE = 16
@@ -136,3 +139,35 @@ async def rig(
 def counted(prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What the fake workers' arithmetic gives."""
     return [(prompt[-1] + step) % VOCAB_SIZE for step in range(1, num_tokens + 1)]
+
+
+def fleet(num_prefill: int, num_decode: int, **options: Any) -> list[FakeWorker]:
+    return [FakeWorker(f"p{n}", "prefill", **options) for n in range(num_prefill)] + [
+        FakeWorker(f"d{n}", "decode", **options) for n in range(num_decode)
+    ]
+
+
+def prefills(r: Rig) -> Counter[str]:
+    done = {name: len(worker.attempts["prefill"]) for name, worker in r.workers.items()}
+    return Counter({name: number for name, number in done.items() if number})
+
+
+async def cancel(*tasks: "asyncio.Task[object]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def lost(worker: str) -> WorkerLostError:
+    return WorkerLostError(worker, "its engine raised")
+
+
+def chaotic(token_ids: Sequence[int], attempt: Attempt) -> int:
+    """A token that depends on the whole sequence, its seed and its position: any slip shows."""
+    seed = attempt.sampling.seed or 0
+    return hash((tuple(token_ids), seed, len(token_ids))) % 250
+
+
+async def expected(max_tokens: int, **options: Any) -> list[int]:
+    async with rig(*fleet(1, 1, **options)) as r:
+        return (await r.ask(r.request(max_tokens=max_tokens, seed=11))).token_ids
