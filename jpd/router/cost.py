@@ -130,10 +130,10 @@ def prefill_seconds(view: WorkerView, num_uncached: int) -> float:
 
 def prefill_costs(views: Sequence[WorkerView], wishes: Wishes, peers: Peers) -> list[float]:
     """Seconds of each: time to the first token, and what it does to the caches of the fleet."""
-    cached, costs = wishes.cached_tokens, []
+    cached, num_tokens, costs = wishes.cached_tokens, wishes.num_tokens, []
     for view in views:
         num_cached = cached.get(view.name, 0)
-        cost = prefill_seconds(view, max(1, wishes.num_tokens - num_cached))
+        cost = prefill_seconds(view, max(1, num_tokens - num_cached))
         if num_cached < peers.most_cached:
             cost += duplicate_seconds(num_cached, peers)
         costs.append(cost + balance_seconds(view, num_cached, wishes, peers))
@@ -155,10 +155,9 @@ def decode_cost(view: WorkerView, wishes: Wishes) -> float:
     """Seconds: the answer's own, what it adds to those of the others, and scarcity."""
     line, num_rows = view.step_line, view.num_rows
     step = line.base + line.slope * (num_rows + 1)
-    rows = (num_rows + 1) / max(1, view.num_slots)
-    pages = (view.num_reserved_pages + wishes.row.num_pages) / max(1, view.num_pages)
-    share = max(rows, pages)
-    scarce = HEADROOM_WEIGHT * step * share
+    rows = (num_rows + 1) / (view.num_slots or 1)
+    pages = (view.num_reserved_pages + wishes.row.num_pages) / (view.num_pages or 1)
+    scarce = HEADROOM_WEIGHT * step * (rows if rows > pages else pages)
     return wishes.num_output_tokens * (step + line.slope * num_rows + scarce)
 
 

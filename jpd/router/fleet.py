@@ -60,9 +60,10 @@ class Fleet:
         watch = Watch(name)
         watch.go_down("its first status is awaited")
         self._metrics.worker_up.labels(name).set(0)
+        self._entries[name] = entry = WorkerEntry(client, watch)
         running = self._metrics.requests_running
-        rows, prefills = running.labels(name, "decode"), running.labels(name, "prefill")
-        self._entries[name] = entry = WorkerEntry(client, watch, rows.set, prefills.set)
+        running.labels(name, "decode").set_function(lambda: entry.num_rows)
+        running.labels(name, "prefill").set_function(lambda: entry.num_prefills)
         self._snapshot = None
         self.prefixes.add_worker(name)
         client.on_room(self._on_change)

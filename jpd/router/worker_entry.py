@@ -5,7 +5,6 @@ no other workers. Owned by `jpd.router.fleet`.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jpd.router.breaker import Breaker
@@ -21,8 +20,6 @@ class WorkerEntry:
 
     client: WorkerClient
     watch: Watch
-    rows_gauge: Callable[[float], None]  # told of `num_rows`
-    prefills_gauge: Callable[[float], None]
     status: WorkerStatus | None = None
     progress_time: float = 0.0  # when `last_step_time` was last seen to change
     busy_since: float | None = None  # since when it has had work without a break
@@ -62,13 +59,11 @@ class WorkerEntry:
         self.priorities[row.priority] += sign
         if not self.priorities[row.priority]:
             del self.priorities[row.priority]
-        self.rows_gauge(self.num_rows)
 
     def count_prefill(self, num_tokens: int, sign: int) -> None:
         """A prompt of so many uncached tokens was given (1) or returned (-1)."""
         self.num_prefills += sign
         self.num_prefill_tokens += sign * num_tokens
-        self.prefills_gauge(self.num_prefills)
 
     def make_view(self, rates: RateBook, now: float) -> WorkerView:
         status, name = self.status, self.client.name

@@ -165,6 +165,21 @@ def test_clear_keeps_held_pages_with_their_holders() -> None:
     assert pool.allocator.num_free == 8
 
 
+def test_h02_branches_that_came_and_went_leave_the_tree_as_it_was() -> None:
+    """A long prefix in use, and short-lived branches off it at every depth."""
+    pool, draw = Pool(64), random.Random(0)
+    base = list(range(20 * PAGE))
+    pool.serve(base)
+    held = pool.cache.match([*base, 0])
+    for number in range(500):
+        branch = [1000 + number] * (PAGE * draw.randint(1, 3))
+        pool.serve(base[: draw.randrange(len(base))] + branch)
+    pool.cache.evict(64)
+    pool.cache.check_integrity()
+    assert pool.cache.num_pages == len(held) == 20
+    assert pool.serve([*base, 0]) == len(base)
+
+
 def test_integrity_check_notices_a_page_the_tree_lost() -> None:
     pool = Pool(8)
     pool.serve(tokens(1, 2))

@@ -78,6 +78,19 @@ async def test_c01_failing_prefills_do_not_hold_decode_rows() -> None:
 
 
 @virtual
+async def test_a02_what_decode_refuses_was_never_prefilled() -> None:
+    """Its own limit is smaller than that of prefill; the room is asked for first."""
+    workers = fleet(1, 1)
+    workers[1].max_model_len = 64
+    async with rig(*workers) as r:
+        for _ in range(50):
+            with pytest.raises(RequestError, match="prompt = 100: d0 holds 64"):
+                await r.ask(r.request((7,) * 100))
+            assert r["p0"].num_held == 0 and not r["p0"].attempts["prefill"]
+        assert (await r.ask(r.request())).finish_reason == "length"
+
+
+@virtual
 async def test_c02_a_decode_worker_that_cannot_be_reached_is_passed_over() -> None:
     async with rig(*fleet(1, 2)) as r:
         r["d0"].script("reserve", ConnectionRefusedError("port 7001"), times=100)
