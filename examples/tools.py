@@ -45,7 +45,7 @@ def ask(client: openai.OpenAI, model: str, question: str, **settings: Any) -> st
     ).choices[0]
     if first.finish_reason != "tool_calls" or first.message.tool_calls is None:
         raise RuntimeError(f"no whole call: {first}")
-    messages.append(first.message.model_dump(exclude_none=True))  # type: ignore[arg-type]
+    messages.append(first.message.model_dump(exclude_none=True))
     for call in first.message.tool_calls:
         assert call.type == "function"
         result = temperature(**json.loads(call.function.arguments))

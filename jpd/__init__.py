@@ -22,16 +22,21 @@ if TYPE_CHECKING:
     from jpd.errors import TransferError as TransferError
     from jpd.errors import WorkerError as WorkerError
     from jpd.errors import WorkerLostError as WorkerLostError
+    from jpd.frontend.chat_session import Session as Session
+    from jpd.frontend.options import ChatOptions as ChatOptions
     from jpd.frontend.options import GenerateOptions as GenerateOptions
     from jpd.frontend.server import Endpoints as Endpoints
     from jpd.frontend.service import Generation as Generation
     from jpd.frontend.service import TextDelta as TextDelta
+    from jpd.frontend.tool_calls import ToolCallDelta as ToolCallDelta
     from jpd.request import Timeline as Timeline
     from jpd.request import TokenLogprobs as TokenLogprobs
 
 _HOMES = {
     "jpd.api": ("Server", "launch"),
-    "jpd.frontend.options": ("GenerateOptions",),
+    "jpd.frontend.chat_session": ("Session",),
+    "jpd.frontend.options": ("ChatOptions", "GenerateOptions"),
+    "jpd.frontend.tool_calls": ("ToolCallDelta",),
     "jpd.errors": (
         "ConfigError",
         "DeadlineError",

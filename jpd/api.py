@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,26 @@ from jpd.checkpoint.progress import ProgressCallback
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.backend import Backend
+from jpd.frontend.batch_progress import batch_progress
 from jpd.frontend.border import DEFAULT_MAX_CALLS
+from jpd.frontend.chat_session import Session
+from jpd.frontend.conversation import Conversation
 from jpd.frontend.door_security import DoorSecurity
 from jpd.frontend.job import GenerateJob
 from jpd.frontend.loop_thread import LoopThread
-from jpd.frontend.options import GenerateOptions, PromptLike, read_options
-from jpd.frontend.prompts import ServedModel
+from jpd.frontend.messages import read_messages
+from jpd.frontend.options import (
+    ChatAsk,
+    ChatOptions,
+    GenerateOptions,
+    PromptLike,
+    read_chat_options,
+    read_options,
+)
+from jpd.frontend.served_model import served_model
 from jpd.frontend.server import Endpoints
 from jpd.frontend.service import Generation, TextDelta
-from jpd.frontend.tool_formats import FORMATS, ToolFormat, format_of_template
+from jpd.frontend.spans import SpanWriter
 from jpd.launch.inprocess import TransferWrapper
 from jpd.launch.launchers import RunningFleet, launch_fleet
 from jpd.launch.orders import read_token
@@ -47,8 +58,12 @@ from jpd.router.health import Health
 from jpd.router.rates import RateSeed
 from jpd.router.trace import TraceLog
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
 LOOPBACK = "127.0.0.1"
 DRAIN_SECONDS = 5.0
+Messages = Sequence[Mapping[str, object]]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -65,6 +80,7 @@ def launch(
     progress: ProgressCallback | None = None,
     transfer_wrapper: TransferWrapper | None = None,
     can_prefill_locally: bool = False,
+    tracer_provider: "TracerProvider | None" = None,
 ) -> "Server":
     """A server of `model` on `mesh`, to be used in `with` or `async with`, which start and end it.
 
@@ -73,8 +89,9 @@ def launch(
     mistral; None: as its chat template has it. `weights` is "int8" or None, as the card or the
     checkpoint has it. `engine`, `cache` and `router` override keys of those tables of the mesh
     file. `progress` hears how far the weights are. `transfer_wrapper` is for tests of faults;
-    `can_prefill_locally` lets `disaggregate=False` work on every decode worker. Raises ConfigError
-    with every problem found, before any weight is read.
+    `can_prefill_locally` lets `disaggregate=False` work on every decode worker. `tracer_provider`,
+    of OpenTelemetry's SDK, gets a span for each request and its phases (extra `otel`); it stays the
+    caller's to shut down. Raises ConfigError with every problem found, before any weight is read.
     """
     deployment = mesh if isinstance(mesh, DeploymentConfig) else load_deployment(mesh)
     deployment = _override(deployment, {"engine": engine, "cache": cache, "router": router})
@@ -89,7 +106,8 @@ def launch(
         progress=progress,
         can_prefill_locally=can_prefill_locally,
     )
-    return Server(model, deployment, start_fleet, seed_rates(plan), tool_call_parser)
+    rates = seed_rates(plan)
+    return Server(model, deployment, start_fleet, rates, tool_call_parser, tracer_provider)
 
 
 class Server:
@@ -105,9 +123,11 @@ class Server:
         start_fleet: Callable[[], RunningFleet],
         rate_seeds: Mapping[str, RateSeed] | None = None,
         tool_call_parser: str | None = None,
+        tracer_provider: "TracerProvider | None" = None,
     ) -> None:
         self.metrics = Metrics()
-        self.trace = TraceLog()
+        self._spans = None if tracer_provider is None else SpanWriter(tracer_provider, model.name)
+        self.trace = TraceLog(listen=None if self._spans is None else self._spans.write)
         self._deployment = deployment
         self._start_fleet = start_fleet
         self._rate_seeds = rate_seeds
@@ -187,26 +207,41 @@ class Server:
         return model.max_model_len
 
     def generate(
-        self, prompts: PromptLike | Sequence[PromptLike], **options: Unpack[GenerateOptions]
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        progress: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Generation]:
-        """Continue one prompt or several; the answers in order, those of one prompt together.
+        """Continue one prompt or several: len(prompts) * n answers, those of one prompt together.
 
-        Raises RequestError, OverloadedError, DeadlineError or WorkerError; then there is no answer.
+        `progress` shows a bar on stderr. Raises RequestError, which names the field, the value and
+        the rule; OverloadedError: no room, with the seconds to wait; DeadlineError; WorkerError: a
+        worker was lost and the failure table gave up. Then there is no answer at all.
         """
-        return self._bridge().run(self._core().generate(self._job(prompts, options)))
+        job = self._job(prompts, options)
+        with batch_progress(job, progress) as hear:
+            return self._bridge().run(self._core().generate(job, hear))
 
     async def agenerate(
-        self, prompts: PromptLike | Sequence[PromptLike], **options: Unpack[GenerateOptions]
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        progress: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Generation]:
         """The twin of `generate`; cancelling it cancels the requests."""
-        return await self._bridge().arun(self._core().generate(self._job(prompts, options)))
+        job = self._job(prompts, options)
+        with batch_progress(job, progress) as hear:
+            return await self._bridge().arun(self._core().generate(job, hear))
 
     def stream(
         self, prompt: PromptLike, **options: Unpack[GenerateOptions]
     ) -> Generator[TextDelta, None, None]:
         """Deltas of one prompt as tokens come. Leaving the iteration cancels the request.
 
-        Wrong arguments raise RequestError here, the rest with the first delta.
+        With n > 1 they are mixed: `TextDelta.index` says whose each is. Wrong arguments raise
+        RequestError here; what `generate` raises else comes from the iteration.
         """
         return self._bridge().iterate(self._core().stream(self._job(prompt, options)))
 
@@ -215,6 +250,40 @@ class Server:
     ) -> AsyncGenerator[TextDelta, None]:
         """The twin of `stream`."""
         return self._bridge().aiterate(self._core().stream(self._job(prompt, options)))
+
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[Generation]:
+        """n answers to a conversation, through the model's chat template.
+
+        `messages` are dicts as OpenAI's API has them, with role and content;
+        `Generation.as_message` makes one of an answer. Calls of functions are taken out of its
+        text, into `Generation.tool_calls`. Raises what `generate` raises.
+        """
+        return self._bridge().run(self._core().generate(self._ask(messages, options)))
+
+    async def achat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[Generation]:
+        """The twin of `chat`."""
+        return await self._bridge().arun(self._core().generate(self._ask(messages, options)))
+
+    def stream_chat(
+        self, messages: Messages, **options: Unpack[ChatOptions]
+    ) -> Generator[TextDelta, None, None]:
+        """What `chat` gives, as it comes. Leaving the iteration cancels the request."""
+        return self._bridge().iterate(self._core().stream(self._ask(messages, options)))
+
+    def astream_chat(
+        self, messages: Messages, **options: Unpack[ChatOptions]
+    ) -> AsyncGenerator[TextDelta, None]:
+        """The twin of `stream_chat`."""
+        return self._bridge().aiterate(self._core().stream(self._ask(messages, options)))
+
+    def session(self, session_id: str | None = None, messages: Messages = ()) -> Session:
+        """A chat that remembers its turns, after `messages` that were said before.
+
+        Without a `session_id` one is made up. Raises RequestError for messages that are none.
+        """
+        earlier = read_messages(messages) if messages else ()
+        conversation = Conversation(session_id, earlier)
+        return Session(self._bridge(), self._core(), self._ask, conversation)
 
     def serve(
         self,
@@ -278,7 +347,17 @@ class Server:
         self, prompts: PromptLike | Sequence[PromptLike], options: GenerateOptions
     ) -> GenerateJob:
         with self._core().counting_refusals():
-            return read_options(prompts, options, self._model.default_sampling)
+            job = read_options(prompts, options, self._model.default_sampling)
+        return dataclasses.replace(job, trace_context=self._trace_context())
+
+    def _ask(self, messages: Messages, options: ChatOptions) -> ChatAsk:
+        with self._core().counting_refusals():
+            ask = read_chat_options(messages, options, self._model)
+        job = dataclasses.replace(ask.job, trace_context=self._trace_context())
+        return dataclasses.replace(ask, job=job)
+
+    def _trace_context(self) -> Mapping[str, str]:
+        return {} if self._spans is None else self._spans.current_context()
 
     def _bridge(self) -> LoopThread:
         if self._loop is None:
@@ -289,37 +368,6 @@ class Server:
         if self._backend is None:
             raise RuntimeError("the server is not running: use it in `with`, or call start()")
         return self._backend
-
-
-def served_model(
-    model: Model, deployment: DeploymentConfig, tool_call_parser: str | None = None
-) -> ServedModel:
-    """What the doors know of the model, with the recommendations of its authors as defaults."""
-    recommended = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "min_p")
-        if (value := getattr(model.generation, name)) is not None
-    }
-    return ServedModel(
-        name=model.name,
-        tokenizer=model.tokenizer,
-        vocab_size=model.config.vocab_size,
-        max_model_len=deployment.engine.served_len(model.config.max_len),
-        short_context=model.config.short_context,
-        eos_token_ids=model.eos_token_ids,
-        default_sampling=recommended,
-        tool_format=_tool_format(model, tool_call_parser),
-    )
-
-
-def _tool_format(model: Model, name: str | None) -> ToolFormat | None:
-    """By its name, or else as the chat template has it. Raises ConfigError."""
-    if name is None and model.tokenizer is not None:
-        name = format_of_template(model.tokenizer.tool_template)
-    if name is not None and name not in FORMATS:
-        rule = f"must be one of {', '.join(FORMATS)}"
-        raise ConfigError([Problem("launch()", "tool_call_parser", name, rule)])
-    return None if name is None else FORMATS[name]
 
 
 def _override(

@@ -2,11 +2,12 @@
 
 import argparse
 
-from jpd.api import launch, served_model
+from jpd.api import launch
 from jpd.cli_pair import add_pair_arguments, load_pair, parse_prompt
 from jpd.cli_progress import ProgressLine
 from jpd.frontend.job import check_fits
 from jpd.frontend.prompts import encode, read_prompts
+from jpd.frontend.served_model import served_model
 from jpd.request import SamplingParams
 
 HELP = "continue prompts and print the text"

@@ -22,6 +22,8 @@ from jpd.cli_progress import ProgressLine
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.border import DEFAULT_MAX_CALLS
 from jpd.frontend.door_security import DoorSecurity
+from jpd.frontend.operations import jpd_version
+from jpd.frontend.otlp import open_otlp
 from jpd.frontend.server import Endpoints
 from jpd.frontend.tool_formats import FORMATS
 from jpd.log_lines import JSON_VARIABLE, start_logging
@@ -77,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="written at the end: phases of the last requests, for ui.perfetto.dev",
+    )
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="of a collector for OpenTelemetry spans (extra otel); or the OTEL_* variables",
     )
     parser.add_argument("--tls-cert", metavar="FILE", help="PEM; the doors speak TLS only")
     parser.add_argument("--tls-key", metavar="FILE", help="of the certificate, PEM")
@@ -145,13 +152,23 @@ def run(options: argparse.Namespace) -> int:
     DoorSecurity(options.api_key, *files)  # learn what is wrong before the weights are loaded
     if options.timeline is not None:
         _check_writable(options.timeline)
+    tracing = open_otlp(options.otlp_endpoint, os.environ, jpd_version())
     model, deployment = load_pair(options, chat_template=options.chat_template)
     if options.insecure:
         security = dataclasses.replace(deployment.security, insecure=True)
         deployment = dataclasses.replace(deployment, security=security)
     print(f"loading {model.name} on {deployment.file} ...", file=sys.stderr, flush=True)
-    parser = options.tool_call_parser
-    with launch(model, deployment, tool_call_parser=parser, progress=ProgressLine()) as server:
+    server = launch(
+        model,
+        deployment,
+        tool_call_parser=options.tool_call_parser,
+        progress=ProgressLine(),
+        tracer_provider=tracing,
+    )
+    with contextlib.ExitStack() as running:
+        if tracing is not None:
+            running.callback(tracing.shutdown)  # after the server: its last spans are sent too
+        running.enter_context(server)
         try:
             doors = server.serve(
                 options.http_port,

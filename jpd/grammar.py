@@ -7,12 +7,12 @@ found by `jpd.guidance` when it is compiled. Read by the frontends, carried by S
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from jpd.errors import RequestError
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "answer_or_calls"]
 
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 1024
@@ -20,7 +20,7 @@ MAX_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text` is the schema as JSON, the expression, or the choices as a JSON list.
+    """`text` is the schema as JSON, the expression, the choices as a JSON list, or see CallMarks.
 
     Two with the same kind and text are equal, wherever in a request they stood.
     """
@@ -70,6 +70,27 @@ def choice_grammar(field: str, choices: object) -> Grammar:
             raise RequestError(f"{field}[{position}]", choice, "must be a non-empty text")
     text = json.dumps(list(choices), ensure_ascii=False)
     return Grammar("choice", _check_text(field, text), field)
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """What stands around a call of a function, and between two of them."""
+
+    opens: str
+    closes: str
+    separator: str
+    is_parallel: bool  # several calls may be made
+
+
+def answer_or_calls_grammar(answer: Grammar, call_schema: object, marks: CallMarks) -> Grammar:
+    """What `answer` allows, or calls, each of which is an object of the schema between its marks.
+
+    Its text is a JSON object of kind and text of the answer, the schema, and the marks. Raises
+    RequestError naming the field of the answer.
+    """
+    parts = {"kind": answer.kind, "text": answer.text, "call": call_schema, **asdict(marks)}
+    text = json.dumps(parts, ensure_ascii=False, separators=(",", ":"))
+    return Grammar("answer_or_calls", _check_text(answer.field, text), answer.field)
 
 
 def _check_text(field: str, text: str) -> str:

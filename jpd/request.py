@@ -6,6 +6,7 @@ by the router, read by everybody.
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -164,6 +165,7 @@ class Request:
     disaggregate: bool | None = (
         None  # True, False: forced (benchmarks, verify); None: the router chooses
     )
+    trace_context: Mapping[str, str] = field(default_factory=dict)  # W3C's, of the caller's span
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -304,6 +304,7 @@ def test_launch_checks_the_pair_before_anything_starts(
 
 def test_public_names_are_the_documented_ones() -> None:
     assert list(jpd.__all__) == [
+        "ChatOptions",
         "ConfigError",
         "DeadlineError",
         "Endpoints",
@@ -316,9 +317,11 @@ def test_public_names_are_the_documented_ones() -> None:
         "RequestCancelledError",
         "RequestError",
         "Server",
+        "Session",
         "TextDelta",
         "Timeline",
         "TokenLogprobs",
+        "ToolCallDelta",
         "TransferError",
         "WorkerError",
         "WorkerLostError",

@@ -172,7 +172,7 @@ def test_router_runs_where_jax_is_not_installed() -> None:
 
 
 def test_no_imports_inside_functions_but_optional_packages() -> None:
-    optional = {"gguf", "sentencepiece", "httpx", "ray", "matplotlib"}
+    optional = {"opentelemetry", "gguf", "sentencepiece", "httpx", "ray", "matplotlib"}
     for module, tree in TREES.items():
         functions = (
             n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)

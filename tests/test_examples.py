@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import math
 from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,18 @@ def test_python_api(repo: Path, server: Server) -> None:
     assert asyncio.run(module.concurrent_streams(server))[0].startswith("fghij")
 
 
+def test_chat_session(repo: Path, server: Server) -> None:
+    module = example(repo, "chat_session")
+    assert module.talk(server) == [counted(">", 8)] * 2
+    assert asyncio.run(module.talk_to_many(server, ["Ann", "Bob"])) == [counted(">", 8)] * 2
+
+
+def test_logprobs(repo: Path, server: Server) -> None:
+    module = example(repo, "logprobs")
+    assert [token_id for token_id, _ in module.alternatives(server, "a")] == [*b"bcdefghi"]
+    assert math.log(module.perplexity(server, "ab")) == pytest.approx((97 + 98) / 2)
+
+
 def test_openai_client(repo: Path, server: Server) -> None:
     module = example(repo, "openai_client")
     url = f"http://127.0.0.1:{server.serve(grpc_port=None).http_port}/v1"
@@ -52,3 +65,11 @@ def test_grpc_client(repo: Path, server: Server) -> None:
     module = example(repo, "grpc_client")
     port = server.serve(http_port=None).grpc_port
     assert module.generate(f"127.0.0.1:{port}").startswith("fghij")
+
+
+def test_grpc_chat(repo: Path, server: Server) -> None:
+    module = example(repo, "grpc_chat")
+    address = f"127.0.0.1:{server.serve(http_port=None).grpc_port}"
+    answers = asyncio.run(module.chat(address, ["hi", "x" * 5000, "hello"]))
+    assert answers[0] == answers[2] == counted(">", 16)
+    assert "must leave room for output" in answers[1]

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import Response
 
 from jpd.errors import RequestError
+from jpd.frontend.api_page import errors
 from jpd.frontend.errors import RouteError
 from jpd.frontend.responses import json_response
-from jpd.frontend.schemas import ERROR_RESPONSES
 from jpd.frontend.workforce import Workforce
 from jpd.rpc.security import is_loopback
 from jpd.worker.protocol import Role
@@ -30,7 +30,7 @@ class AdminRoutes:
         self.router = APIRouter(
             prefix="/admin",
             tags=["operators"],
-            responses=ERROR_RESPONSES,
+            responses=errors(400, 403, 404, 503),
             dependencies=[Depends(self._check)],
         )
         add = self.router.add_api_route

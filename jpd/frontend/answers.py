@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Literal
 
+from jpd.frontend.conversation import call_fields
 from jpd.frontend.errors import Failure
 from jpd.frontend.job import PreparedJob
 from jpd.frontend.service import Generation, TextDelta
@@ -151,11 +152,7 @@ def _whole_choice(
 
 
 def _message(generation: Generation) -> dict[str, object]:
-    message: dict[str, object] = {"role": "assistant", "content": generation.text, "refusal": None}
-    if generation.tool_calls:
-        message["content"] = generation.text or None
-        message["tool_calls"] = [_call(call) for call in generation.tool_calls]
-    return message
+    return generation.as_message() | {"refusal": None}
 
 
 def _chat_delta(delta: TextDelta) -> dict[str, object]:
@@ -169,8 +166,7 @@ def _call(call: ToolCallDelta) -> dict[str, object]:
     """A whole call or its first part; a later part has arguments only."""
     if call.id is None:
         return {"function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
+    return call_fields(call)
 
 
 def details(timeline: Timeline) -> dict[str, object]:

@@ -9,15 +9,16 @@ Knows worker clients, no devices. Called by `jpd.api` through its loop thread.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from jpd.config import DeploymentConfig
 from jpd.frontend.border import DEFAULT_MAX_CALLS
 from jpd.frontend.door_security import DoorSecurity
-from jpd.frontend.job import GenerateJob
+from jpd.frontend.job import GenerateJob, PreparedJob
 from jpd.frontend.operations import HealthReport, ServerFacts
+from jpd.frontend.options import ChatAsk
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.server import Endpoints, FrontendServer
 from jpd.frontend.service import Generation, TextDelta, TextService
@@ -89,19 +90,31 @@ class Backend:
         context_tokens = self._router.context_tokens
         self._service.model = replace(self._service.model, max_model_len=context_tokens)
 
-    async def generate(self, job: GenerateJob) -> list[Generation]:
-        """All choices, whole. Raises RequestError, OverloadedError, DeadlineError, WorkerError."""
-        with self._service.counting_refusals():
-            prepared = await self._service.prepare(job)
-        return await self._service.collect(prepared)
+    async def generate(
+        self, job: GenerateJob | ChatAsk, hear: Callable[[TextDelta], None] | None = None
+    ) -> list[Generation]:
+        """All choices, whole; `hear` is told each delta.
 
-    async def stream(self, job: GenerateJob) -> AsyncGenerator[TextDelta, None]:
+        Raises RequestError, OverloadedError, DeadlineError, WorkerError.
+        """
+        return await self._service.collect(await self._prepare(job), hear)
+
+    async def stream(self, job: GenerateJob | ChatAsk) -> AsyncGenerator[TextDelta, None]:
         """Deltas as they come; closing it cancels the request. Raises what `generate` raises."""
-        with self._service.counting_refusals():
-            prepared = await self._service.prepare(job)
+        prepared = await self._prepare(job)
         async with aclosing(self._service.stream(prepared)) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def _prepare(self, job: GenerateJob | ChatAsk) -> PreparedJob:
+        with self._service.counting_refusals():
+            if isinstance(job, ChatAsk):
+                offered = () if job.tools is None else job.tools.tools
+                prompt = await self._service.chat_prompt(
+                    job.messages, job.add_generation_prompt, offered
+                )
+                job = replace(job.job, prompts=(prompt,))
+            return await self._service.prepare(job)
 
     async def serve(
         self,

@@ -1,19 +1,25 @@
 """jpd.v1 messages ↔ the text layer's own types.
 
-Knows the generated message classes, no RPC machinery. Called by `grpc_server`. Protobuf checks no
-ranges, so everything goes through the same rules as HTTP.
+Knows the generated message classes, no server. Called by `grpc_servicer` and `grpc_chat`.
+Protobuf checks no ranges, so everything goes through the same rules as HTTP.
 """
 
 import dataclasses
 import json
 import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from google.protobuf.message import Message
 
 from jpd.errors import RequestError
 from jpd.frontend.answers import UsageCounter, details
-from jpd.frontend.job import GenerateJob, read_sampling
+from jpd.frontend.grpc_calls import Context
+from jpd.frontend.job import GenerateJob, PreparedJob, read_sampling
 from jpd.frontend.messages import ChatMessage, read_messages
 from jpd.frontend.prompts import Prompt, ServedModel
 from jpd.frontend.service import TextDelta, TextService
+from jpd.frontend.spans import read_trace_context
 from jpd.frontend.tool_calls import ToolCallDelta
 from jpd.frontend.tool_fields import Tool, ToolRequest, read_tool_request, read_tools, with_grammar
 from jpd.request import Timeline, TokenLogprobs
@@ -33,9 +39,15 @@ _OPTIONAL_SAMPLING = (
 
 
 async def read_job(
-    message: jpd_pb2.GenerateRequest, service: TextService, timeout_seconds: float | None
+    message: jpd_pb2.GenerateRequest,
+    service: TextService,
+    context: Context,
+    earlier: Sequence[ChatMessage] = (),
 ) -> GenerateJob:
-    """The job of a Generate call. Raises RequestError; renders a chat template in a thread."""
+    """The job of a Generate call, or of a turn that follows `earlier` messages.
+
+    Raises RequestError; renders a chat template in a thread.
+    """
     arrival_time = time.monotonic()
     service.model.check_name(message.model or None)
     prompt: Prompt
@@ -48,27 +60,43 @@ async def read_job(
         case "chat":
             tools = _read_tool_request(message.chat, service.model)
             offered = () if tools is None else tools.tools
-            prompt = await service.chat_prompt(read_chat(message.chat), tools=offered)
+            messages = (*earlier, *read_chat(message.chat))
+            prompt = await service.chat_prompt(messages, begins_answer(message.chat), offered)
         case _:
             raise RequestError("prompt", None, "give text, token_ids or chat")
+    is_chat = message.WhichOneof("prompt") == "chat"
+    if is_chat and message.echo:
+        raise RequestError("echo", True, "is for text and token_ids")
     fields = _sampling_fields(message.sampling)
     return GenerateJob(
         prompts=(prompt,),
         sampling=with_grammar(read_sampling(fields, service.model.default_sampling), tools),
         n=message.n or 1,
+        echo=message.echo,
         include_stop_str_in_output=message.include_stop_str_in_output,
-        skip_special_tokens=tools is None,
-        add_special_tokens=message.WhichOneof("prompt") != "chat",
+        # Calls are found by marks that are special tokens of some models.
+        skip_special_tokens=_given(message, "skip_special_tokens", True) and tools is None,
+        add_special_tokens=_given(message, "add_special_tokens", not is_chat),
         session_id=message.session_id or None,
         cache_salt=message.cache_salt or None,
         prefill_worker=message.prefill_worker or None,
         decode_worker=message.decode_worker or None,
         priority=message.priority,
         slo=message.slo or None,
-        timeout_seconds=timeout_seconds,
+        timeout_seconds=context.time_remaining(),
         arrival_time=arrival_time,
         tools=None if tools is None else tools.use,
+        trace_context=read_trace_context(dict(context.invocation_metadata() or ()).get),
     )
+
+
+def _given(message: Message, name: str, default: bool) -> bool:
+    return bool(getattr(message, name)) if message.HasField(name) else default
+
+
+def begins_answer(chat: jpd_pb2.ChatMessages) -> bool:
+    """Whether the template begins a message of the assistant behind the last one."""
+    return _given(chat, "add_generation_prompt", True)
 
 
 def read_chat(chat: jpd_pb2.ChatMessages) -> tuple[ChatMessage, ...]:
@@ -86,6 +114,8 @@ def _message_fields(message: jpd_pb2.ChatMessage) -> dict[str, object]:
         fields["tool_calls"] = calls
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
+    if message.name:
+        fields["name"] = message.name
     return fields
 
 
@@ -123,6 +153,8 @@ def _sampling_fields(message: jpd_pb2.SamplingParams) -> dict[str, object]:
     fields: dict[str, object] = {
         name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)
     }
+    if fields.get("top_k") == -1:
+        fields["top_k"] = 0
     fields["logit_bias"] = dict(message.logit_bias)
     fields["stop"] = tuple(message.stop)
     fields["stop_token_ids"] = tuple(message.stop_token_ids)
@@ -138,6 +170,22 @@ def _sampling_fields(message: jpd_pb2.SamplingParams) -> dict[str, object]:
         case name:
             fields["structured_outputs"] = {name: getattr(message, name)}
     return fields
+
+
+async def answer_messages(
+    service: TextService, prepared: PreparedJob, include_details: bool
+) -> AsyncGenerator[tuple[TextDelta, jpd_pb2.GenerateResponse], None]:
+    """Deltas as they come, each with its message; the last one has the usage."""
+    counter = UsageCounter(prepared)
+    num_running = prepared.num_choices
+    async with aclosing(service.stream(prepared)) as deltas:
+        async for delta in deltas:
+            counter.add(delta)
+            message = delta_message(delta, include_details)
+            num_running -= delta.finish_reason is not None
+            if num_running == 0:
+                message.usage.CopyFrom(usage_message(counter))
+            yield delta, message
 
 
 def delta_message(delta: TextDelta, include_details: bool) -> jpd_pb2.GenerateResponse:

@@ -25,8 +25,6 @@ GUIDED_NAMES = (
     "guided_choice",
 )
 
-_NOT_ASKED = (None, "", False)
-
 Reader = Callable[[str, object], Grammar | None]
 
 
@@ -35,7 +33,7 @@ def read_grammar(fields: Mapping[str, object]) -> Grammar | None:
     found = [
         grammar
         for name in GUIDED_NAMES
-        if (value := fields.get(name)) not in _NOT_ASKED
+        if (value := fields.get(name)) is not None
         and (grammar := _READERS[name](name, value)) is not None
     ]
     if len(found) > 1:
@@ -61,7 +59,8 @@ def _response_format(field: str, value: object) -> Grammar | None:
 
 
 def _structured_outputs(field: str, value: object) -> Grammar | None:
-    asked = {key: item for key, item in _table(field, value).items() if item not in _NOT_ASKED}
+    given = _table(field, value)
+    asked = {key: item for key, item in given.items() if item is not None and item is not False}
     for key, item in asked.items():
         if key not in _STRUCTURED:
             raise RequestError(f"{field}.{key}", item, "is not supported by this server")

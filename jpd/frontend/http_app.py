@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from jpd.errors import JpdError, RequestError
 from jpd.frontend.admin import AdminRoutes
+from jpd.frontend.api_page import page_of
 from jpd.frontend.border import DEFAULT_MAX_CALLS, Border
 from jpd.frontend.door_security import NO_SECURITY, DoorSecurity
 from jpd.frontend.errors import RouteError, describe
@@ -45,6 +46,7 @@ def create_app(
     app.include_router(PageRoutes(service, facts).router, dependencies=shown)
     if facts.workforce is not None:
         app.include_router(AdminRoutes(facts.workforce, facts.admin_token).router)
+    app.openapi = page_of(app)  # type: ignore[method-assign]  # FastAPI's way to change it
     app.add_middleware(
         Border, max_body_bytes=max_body_bytes, security=security, max_calls=max_calls
     )

@@ -52,6 +52,7 @@ class GenerateJob:
     timeout_seconds: float | None = None  # from arrival; None: the server's own limit
     disaggregate: bool | None = None
     tools: ToolUse | None = None  # calls of functions are taken out of the text
+    trace_context: Mapping[str, str] = field(default_factory=dict)  # W3C's, of the caller's span
     arrival_time: float = field(default_factory=time.monotonic)
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # ours, never the client's
 

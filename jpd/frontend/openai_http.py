@@ -10,8 +10,10 @@ Knows TextService, not the router. Runs on the router's event loop. Mounted by `
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import Response
@@ -25,6 +27,16 @@ from jpd.frontend.answers import (
     error_event,
     whole_answer,
 )
+from jpd.frontend.api_page import (
+    CHAT,
+    COMPLETION,
+    GENERATION,
+    MODEL,
+    Responses,
+    errors,
+    json_answer,
+    object_of,
+)
 from jpd.frontend.errors import describe
 from jpd.frontend.job import GenerateJob, PreparedJob, read_sampling
 from jpd.frontend.messages import read_messages
@@ -32,12 +44,12 @@ from jpd.frontend.prompts import Prompt, read_prompts
 from jpd.frontend.refusals import check_extra_fields, check_stream_options
 from jpd.frontend.responses import EventStream, json_response
 from jpd.frontend.schemas import (
-    ERROR_RESPONSES,
     ChatBody,
     CompletionBody,
     GenerationBody,
 )
 from jpd.frontend.service import TextDelta, TextService
+from jpd.frontend.spans import read_trace_context
 from jpd.frontend.token_texts import TokenTexts
 from jpd.frontend.tool_fields import ToolRequest, read_tool_request, with_grammar
 from jpd.request import SamplingParams
@@ -54,12 +66,25 @@ class OpenAiRoutes:
     def __init__(self, service: TextService) -> None:
         self._service = service
         self._created = int(time.time())
-        self.router = APIRouter(tags=["openai"], responses=ERROR_RESPONSES)
-        add = self.router.add_api_route
-        add("/v1/models", self.models, methods=["GET"], response_model=None)
-        add("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
-        add("/v1/completions", self.completions, methods=["POST"], response_model=None)
-        add("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        self.router = APIRouter(tags=["openai"])
+        models = object_of(object={"const": "list"}, data={"type": "array", "items": MODEL})
+        get, post = partial(self._add, "GET"), partial(self._add, "POST")
+        get("/v1/models", self.models, json_answer(models) | errors(401))
+        get("/v1/models/{name:path}", self.model, json_answer(MODEL) | errors(401, 404))
+        post("/v1/completions", self.completions, COMPLETION | errors(*GENERATION))
+        post("/v1/chat/completions", self.chat, CHAT | errors(*GENERATION))
+
+    def _add(
+        self, method: str, path: str, endpoint: Callable[..., Any], responses: Responses
+    ) -> None:
+        self.router.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            response_model=None,
+            response_class=Response,
+            responses=responses,
+        )
 
     async def models(self) -> Response:
         """The one model that is served."""
@@ -195,6 +220,7 @@ def _job(
         arrival_time=arrival_time,
         request_id=request.scope["jpd_request_id"],
         tools=None if tools is None else tools.use,
+        trace_context=read_trace_context(request.headers.get),
     )
 
 

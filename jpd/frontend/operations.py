@@ -8,15 +8,27 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
 
 from jpd.errors import RequestError
+from jpd.frontend.api_page import (
+    COUNT,
+    HEALTH,
+    TEXT,
+    WITH_BODY,
+    Responses,
+    errors,
+    json_answer,
+    object_of,
+    text_answer,
+)
 from jpd.frontend.messages import read_messages
 from jpd.frontend.refusals import check_extra_fields
 from jpd.frontend.responses import json_response
-from jpd.frontend.schemas import ERROR_RESPONSES, DetokenizeBody, TokenizeBody
+from jpd.frontend.schemas import DetokenizeBody, TokenizeBody
 from jpd.frontend.service import TextService
 from jpd.frontend.tool_fields import read_tools
 from jpd.frontend.workforce import Workforce
@@ -58,14 +70,30 @@ class OperationRoutes:
     def __init__(self, service: TextService, facts: ServerFacts) -> None:
         self._service = service
         self._facts = facts
-        self.router = APIRouter(tags=["operations"], responses=ERROR_RESPONSES)
-        add = self.router.add_api_route
-        add("/health", self.health, methods=["GET"], response_model=None)
-        add("/version", self.version, methods=["GET"], response_model=None)
-        add("/metrics", self.metrics, methods=["GET"], response_model=None)
-        add("/timeline", self.timeline, methods=["GET"], response_model=None)
-        add("/tokenize", self.tokenize, methods=["POST"], response_model=None)
-        add("/detokenize", self.detokenize, methods=["POST"], response_model=None)
+        self.router = APIRouter(tags=["operations"])
+        sick = json_answer(HEALTH, "Requests are not served.", 503)
+        ids = object_of(count=COUNT, max_model_len=COUNT, tokens={"type": "array", "items": COUNT})
+        traces = object_of(traceEvents={"type": "array", "items": {"type": "object"}})
+        with_body = errors(*WITH_BODY)
+        self._add("/health", self.health, json_answer(HEALTH) | sick)
+        self._add("/version", self.version, json_answer(object_of(version=TEXT)) | errors(401))
+        self._add("/metrics", self.metrics, text_answer(CONTENT_TYPE) | errors(401))
+        self._add("/timeline", self.timeline, json_answer(traces) | errors(401))
+        self._add("/tokenize", self.tokenize, json_answer(ids) | with_body, "POST")
+        text = json_answer(object_of(prompt=TEXT))
+        self._add("/detokenize", self.detokenize, text | with_body, "POST")
+
+    def _add(
+        self, path: str, endpoint: Callable[..., Any], responses: Responses, method: str = "GET"
+    ) -> None:
+        self.router.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            response_model=None,
+            response_class=Response,
+            responses=responses,
+        )
 
     async def health(self) -> Response:
         """200 while requests are served, else 503; `reasons` says what is wrong, and where."""
@@ -101,6 +129,7 @@ class OperationRoutes:
         """Token ids of a text or of chat messages, as generation would make them."""
         self._service.model.check_name(body.model)
         check_extra_fields(body.model_extra, "/tokenize")
+        tools = read_tools(body.tools)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", body.prompt, "give either prompt or messages")
         if body.prompt is not None:
@@ -108,7 +137,7 @@ class OperationRoutes:
         else:
             messages = read_messages(body.messages)
             text = await self._service.chat_prompt(
-                messages, body.add_generation_prompt is not False, read_tools(body.tools)
+                messages, body.add_generation_prompt is not False, tools
             )
             add_special_tokens = bool(body.add_special_tokens)
         tokens = await self._service.tokenize(text, add_special_tokens)

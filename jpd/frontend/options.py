@@ -1,4 +1,4 @@
-"""Keyword arguments of the Python API → GenerateJob.
+"""Keyword arguments of the Python API → GenerateJob, or ChatAsk.
 
 Knows names and types, no server. Called by `jpd.api`; the rules of values are those of every door,
 in `job` and `prompts`.
@@ -6,13 +6,20 @@ in `job` and `prompts`.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypedDict
 
+from jpd.errors import RequestError
 from jpd.frontend.job import SAMPLING_NAMES, GenerateJob, read_sampling
-from jpd.frontend.prompts import read_prompts
+from jpd.frontend.messages import ChatMessage, read_messages
+from jpd.frontend.prompts import Prompt, ServedModel, read_prompts
+from jpd.frontend.tool_fields import ToolRequest, read_tool_request, with_grammar
 
 PromptLike = str | Sequence[int]
 """A text, or token ids."""
+
+_NO_OPTIONS = ("prompts", "sampling", "arrival_time", "tools", "trace_context", "request_id")
+"""Fields of a job that are made here, not given."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -57,6 +64,17 @@ class GenerateOptions(TypedDict, total=False):
     slo: str | None  # name of an [[slo]] of the mesh file
     timeout_seconds: float | None
     disaggregate: bool | None  # force prefill apart, or on the decode worker; None: the router's
+    skip_special_tokens: bool  # in the text shown; True, but False with tools
+    add_special_tokens: bool  # to the prompt; True for a text, False for chat
+
+
+class ChatOptions(GenerateOptions, total=False):
+    """Keyword arguments of chat: those of generate, but for echo, and these."""
+
+    tools: Sequence[Mapping[str, object]] | None  # functions, as OpenAI's API has them
+    tool_choice: str | Mapping[str, object] | None  # none, auto, required, or one of them by name
+    parallel_tool_calls: bool  # False: one call at most
+    add_generation_prompt: bool  # False: the last message is to be continued
 
 
 def read_options(
@@ -65,6 +83,54 @@ def read_options(
     default_sampling: Mapping[str, object],
 ) -> GenerateJob:
     """Raises RequestError for a wrong value, TypeError for an unknown name."""
+    return _read_job(read_prompts(prompts, max_prompts=None), options, default_sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsk:
+    """A chat whose prompt is not rendered yet: `job` is all the rest."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool
+    tools: ToolRequest | None
+    job: GenerateJob
+
+    def after(self, earlier: Sequence[ChatMessage]) -> "ChatAsk":
+        """The same, at the end of a conversation."""
+        return dataclasses.replace(self, messages=(*earlier, *self.messages))
+
+
+def read_chat_options(
+    messages: Sequence[Mapping[str, object]], options: ChatOptions, model: ServedModel
+) -> ChatAsk:
+    """Raises RequestError for a wrong value, TypeError for an unknown name."""
+    rest = dict(options)
+    tools = read_tool_request(
+        rest.pop("tools", None),
+        rest.pop("tool_choice", None),
+        rest.pop("parallel_tool_calls", None) is not False,
+        model,
+    )
+    begins_answer = rest.pop("add_generation_prompt", True) is not False
+    if rest.pop("echo", False):
+        raise RequestError("echo", True, "is for prompts, not for chat")
+    rest.setdefault("add_special_tokens", False)
+    if tools is not None:  # calls are found by marks that are special tokens of some models
+        rest["skip_special_tokens"] = False
+    job = _read_job((), rest, model.default_sampling)
+    job = dataclasses.replace(
+        job,
+        sampling=with_grammar(job.sampling, tools),
+        tools=None if tools is None else tools.use,
+    )
+    return ChatAsk(read_messages(messages), begins_answer, tools, job)
+
+
+def _read_job(
+    prompts: tuple[Prompt, ...],
+    options: Mapping[str, object],
+    default_sampling: Mapping[str, object],
+) -> GenerateJob:
     sampling = {
         name: value
         for name, value in options.items()
@@ -73,10 +139,10 @@ def read_options(
     rest = {name: value for name, value in options.items() if name not in SAMPLING_NAMES}
     known = {field.name for field in dataclasses.fields(GenerateJob)}
     for name in rest:
-        if name not in known - {"prompts", "sampling", "arrival_time", "tools"}:
-            raise TypeError(f"{name!r} is not an argument of generate or stream")
+        if name not in known - {*_NO_OPTIONS}:
+            raise TypeError(f"{name!r} is not an argument of generate, stream or chat")
     return GenerateJob(
-        prompts=read_prompts(prompts, max_prompts=None),
+        prompts=prompts,
         sampling=read_sampling(sampling, default_sampling),
         **rest,  # type: ignore[arg-type]
     )

@@ -15,11 +15,11 @@ from importlib.resources import files
 from fastapi import APIRouter
 from fastapi.responses import Response
 
+from jpd.frontend.api_page import errors, text_answer
 from jpd.frontend.errors import RouteError
 from jpd.frontend.operations import HealthReport, Look, ServerFacts
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.responses import EventStream
-from jpd.frontend.schemas import ERROR_RESPONSES
 from jpd.frontend.service import TextService
 from jpd.router.activity import Activity
 from jpd.router.trace import RequestTrace
@@ -53,13 +53,20 @@ class PageRoutes:
     def __init__(self, service: TextService, facts: ServerFacts) -> None:
         self._service, self._facts = service, facts
         self._files = read_files()
-        self.router = APIRouter(tags=["operations"], responses=ERROR_RESPONSES)
+        self.router = APIRouter(tags=["operations"])
         add = self.router.add_api_route
         add("/", self.page, methods=["GET"], response_model=None, include_in_schema=False)
         add(
             "/page/{name}", self.file, methods=["GET"], response_model=None, include_in_schema=False
         )
-        add("/activity", self.activity, methods=["GET"], response_model=None)
+        add(
+            "/activity",
+            self.activity,
+            methods=["GET"],
+            response_model=None,
+            response_class=Response,
+            responses=text_answer("text/event-stream") | errors(401, 404),
+        )
 
     async def page(self) -> Response:
         """The page itself."""

@@ -5,198 +5,43 @@ are checked in `job` and `prompts`, with the same words as for gRPC and Python.
 Fields not named here are allowed; `refusals` decides which of them must not be ignored.
 """
 
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field
 
 from jpd.errors import RequestError
-from jpd.frontend.job import SAMPLING_NAMES
-from jpd.request import MAX_TOP_LOGPROBS
+from jpd.frontend.job import MAX_CHOICES_PER_PROMPT, MAX_PRIORITY, SAMPLING_NAMES
+from jpd.frontend.schema_parts import (
+    GuidedChoiceField,
+    GuidedJsonField,
+    LogitBiasField,
+    MaybeMessagesField,
+    MessagesField,
+    PromptField,
+    ResponseFormatField,
+    StopField,
+    StopTokenIdsField,
+    StructuredOutputsField,
+    TokensField,
+    ToolChoiceField,
+    ToolsField,
+    name,
+    number,
+)
+from jpd.request import MAX_SPECULATIVE_TOKENS, MAX_TOKENS, MAX_TOP_K, MAX_TOP_LOGPROBS
 
-_IDS = {"type": "array", "items": {"type": "integer"}}
-_TEXTS = {"type": "array", "items": {"type": "string"}}
-
-PromptField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}],
-            "description": "A text, token ids, or a list of texts or of lists of token ids.",
-        }
-    ),
-]
-_CONTENT = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "text"],
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-            },
-        },
-        {"type": "null", "description": "of an assistant that called tools"},
-    ]
-}
-_CALL = {
-    "type": "object",
-    "required": ["id", "type", "function"],
-    "properties": {
-        "id": {"type": "string"},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name", "arguments"],
-            "properties": {
-                "name": {"type": "string"},
-                "arguments": {"type": "string", "description": "JSON"},
-            },
-        },
-    },
-}
-MessagesField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["role"],
-                "properties": {
-                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                    "content": _CONTENT,
-                    "name": {"type": "string"},
-                    "tool_calls": {"type": "array", "items": _CALL},
-                    "tool_call_id": {"type": "string", "description": "of a tool's answer"},
-                },
-            },
-        }
-    ),
-]
-ToolsField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "function"],
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "required": ["name"],
-                        "properties": {
-                            "name": {"type": "string"},
-                            "description": {"type": "string"},
-                            "parameters": {"type": "object", "description": "A JSON schema."},
-                        },
-                    },
-                },
-            },
-        }
-    ),
-]
-ToolChoiceField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": ["none", "auto", "required"]},
-                {
-                    "type": "object",
-                    "required": ["type", "function"],
-                    "properties": {
-                        "type": {"const": "function"},
-                        "function": {
-                            "type": "object",
-                            "required": ["name"],
-                            "properties": {"name": {"type": "string"}},
-                        },
-                    },
-                },
-            ],
-            "description": "auto unless given; required and a function by name hold by a grammar",
-        }
-    ),
-]
-StopField = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]})]
-IdsField = Annotated[Any, WithJsonSchema(_IDS)]
-_JSON_SCHEMA = {"type": "object", "description": "A JSON schema."}
-_JSON_OR_TEXT = {"anyOf": [_JSON_SCHEMA, {"type": "string", "description": "Its JSON."}]}
-ResponseFormatField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "type": "object",
-            "required": ["type"],
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema"]},
-                "json_schema": {
-                    "type": "object",
-                    "required": ["schema"],
-                    "properties": {"name": {"type": "string"}, "schema": _JSON_SCHEMA},
-                },
-            },
-        }
-    ),
-]
-StructuredOutputsField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "type": "object",
-            "description": "One of these.",
-            "properties": {
-                "json": _JSON_OR_TEXT,
-                "regex": {"type": "string"},
-                "choice": _TEXTS,
-                "json_object": {"type": "boolean"},
-            },
-        }
-    ),
-]
-GuidedJsonField = Annotated[Any, WithJsonSchema(_JSON_OR_TEXT)]
-TextsField = Annotated[Any, WithJsonSchema(_TEXTS)]
-
-
-LogitBiasField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "type": "object",
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "description": "token ids → what is added to their logits",
-        }
-    ),
-]
+_SEEDS = 1 << 63
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None = Field(description="the field that is wrong")
-    code: str
-
-
-class ErrorBody(BaseModel):
-    """What every error looks like, whatever the status."""
-
-    error: ErrorDetail
-
-
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is wrong, or comes too early (429)."},
-    "5XX": {"model": ErrorBody, "description": "The server could not do it."},
-}
-
-
 class StreamOptions(_Body):
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        json_schema_extra={"additionalProperties": {"enum": [False, None]}},
+    )
+
     include_usage: bool | None = None
 
 
@@ -204,29 +49,29 @@ class GenerationBody(_Body):
     """What completions and chat completions have in common."""
 
     model: str | None = Field(None, description="absent: the model that is served")
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = Field(None, description="1 unless given; 0 is greedy")
-    top_p: float | None = None
-    top_k: int | None = Field(None, description="0 or -1: off")
-    min_p: float | None = None
-    repetition_penalty: float | None = Field(None, description="of prompt and output; 1: off")
-    presence_penalty: float | None = Field(None, description="of the output; -2 to 2")
-    frequency_penalty: float | None = Field(None, description="of the output; -2 to 2")
+    max_tokens: int | None = number(1, MAX_TOKENS)
+    min_tokens: int | None = number(0, MAX_TOKENS, "no end before that many; at most max_tokens")
+    temperature: float | None = number(0, 100, "1 unless given; 0 is greedy")
+    top_p: float | None = number(1e-6, 1, "1: off")
+    top_k: int | None = number(-1, MAX_TOP_K, "0 or -1: off")
+    min_p: float | None = number(0, 1, "0: off")
+    repetition_penalty: float | None = number(0.01, 100, "of prompt and output; 1: off")
+    presence_penalty: float | None = number(-2, 2, "of the output; 0: off")
+    frequency_penalty: float | None = number(-2, 2, "of the output; 0: off")
     logit_bias: LogitBiasField = None
-    prompt_logprobs: int | None = Field(None, description="alternatives for each prompt token")
-    seed: int | None = Field(None, description="choice i of n uses seed + i")
-    n: int | None = None
+    prompt_logprobs: int | None = number(0, MAX_TOP_LOGPROBS, "alternatives for each prompt token")
+    seed: int | None = number(-_SEEDS, _SEEDS - 1, "choice i of n uses seed + i")
+    n: int | None = number(1, MAX_CHOICES_PER_PROMPT, "choices for each prompt; 1 unless given")
     stop: StopField = None
-    stop_token_ids: IdsField = None
+    stop_token_ids: StopTokenIdsField = None
     ignore_eos: bool | None = None
     response_format: ResponseFormatField = None
     structured_outputs: StructuredOutputsField = None
     guided_json: GuidedJsonField = None
     guided_regex: str | None = Field(None, description="the whole answer matches it")
-    guided_choice: TextsField = None
-    num_speculative_tokens: int | None = Field(
-        None, description="drafts that a step verifies; changes no token. 0 unless given"
+    guided_choice: GuidedChoiceField = None
+    num_speculative_tokens: int | None = number(
+        0, MAX_SPECULATIVE_TOKENS, "drafts that a step verifies; changes no token. 0 unless given"
     )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -235,11 +80,11 @@ class GenerationBody(_Body):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    session_id: str | None = Field(None, description="or the header X-Session-Id")
-    cache_salt: str | None = Field(None, description="prefixes are shared only within a salt")
-    prefill_worker: str | None = Field(None, description="must be this one")
-    decode_worker: str | None = Field(None, description="must be this one")
-    priority: int | None = Field(None, description="higher goes first")
+    session_id: str | None = name("or the header X-Session-Id")
+    cache_salt: str | None = name("prefixes are shared only within a salt")
+    prefill_worker: str | None = name("must be this one")
+    decode_worker: str | None = name("must be this one")
+    priority: int | None = number(-MAX_PRIORITY, MAX_PRIORITY, "higher goes first")
     slo: str | None = Field(None, description="name of an [[slo]] of the mesh file")
     include_details: bool | None = Field(None, description="a timeline in each choice")
     return_token_ids: bool | None = None
@@ -257,9 +102,9 @@ class GenerationBody(_Body):
 
 class CompletionBody(GenerationBody):
     prompt: PromptField
-    max_tokens: int | None = Field(None, description="16 unless given, as OpenAI has it")
+    max_tokens: int | None = number(1, MAX_TOKENS, "16 unless given, as OpenAI has it")
     echo: bool | None = None
-    logprobs: int | None = Field(None, description="alternatives for each token, 0 to 20")
+    logprobs: int | None = number(0, MAX_TOP_LOGPROBS, "alternatives for each token")
 
     def sampling_fields(self) -> dict[str, object]:
         """With echo the prompt's log-probabilities belong to the answer."""
@@ -271,14 +116,14 @@ class CompletionBody(GenerationBody):
 
 class ChatBody(GenerationBody):
     messages: MessagesField
-    max_tokens: int | None = Field(None, description="as many as the context holds unless given")
-    max_completion_tokens: int | None = Field(None, description="another name of max_tokens")
+    max_tokens: int | None = number(1, MAX_TOKENS, "as many as the context holds unless given")
+    max_completion_tokens: int | None = number(1, MAX_TOKENS, "another name of max_tokens")
     add_generation_prompt: bool | None = None
     tools: ToolsField = None
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description="with logprobs: 0 to 20 alternatives")
+    top_logprobs: int | None = number(0, MAX_TOP_LOGPROBS, "with logprobs: alternatives")
 
     def sampling_fields(self) -> dict[str, object]:
         fields = super().sampling_fields()
@@ -298,8 +143,8 @@ class ChatBody(GenerationBody):
 
 class TokenizeBody(_Body):
     model: str | None = None
-    prompt: str | None = None
-    messages: MessagesField = None
+    prompt: str | None = Field(None, description="this or messages")
+    messages: MaybeMessagesField = None
     tools: ToolsField = None
     add_special_tokens: bool | None = Field(None, description="true for prompt unless given")
     add_generation_prompt: bool | None = None
@@ -307,4 +152,4 @@ class TokenizeBody(_Body):
 
 class DetokenizeBody(_Body):
     model: str | None = None
-    tokens: IdsField
+    tokens: TokensField

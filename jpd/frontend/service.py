@@ -19,6 +19,7 @@ from functools import partial
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from jpd.errors import RequestError, WorkerError
+from jpd.frontend.conversation import assistant_message
 from jpd.frontend.job import GenerateJob, PreparedJob, check_fits, check_job, sampling_of_choice
 from jpd.frontend.merge import merge
 from jpd.frontend.messages import ChatMessage
@@ -97,6 +98,10 @@ class Generation:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, if they were asked for
     prompt_logprobs: PromptLogprobs = ()  # one for each prompt token; None for the first
     tool_calls: tuple[ToolCallDelta, ...] = ()  # whole ones
+
+    def as_message(self) -> dict[str, object]:
+        """The answer as a message of the assistant, for the next turn of a chat."""
+        return assistant_message(self.text, self.tool_calls)
 
 
 class TextService:
@@ -178,8 +183,10 @@ class TextService:
             async for delta in deltas:
                 yield delta
 
-    async def collect(self, prepared: PreparedJob) -> list[Generation]:
-        """All choices, whole, in order."""
+    async def collect(
+        self, prepared: PreparedJob, hear: Callable[[TextDelta], None] | None = None
+    ) -> list[Generation]:
+        """All choices, whole, in order; `hear` is told each delta."""
         texts: list[list[str]] = [[] for _ in range(prepared.num_choices)]
         token_ids: list[list[int]] = [[] for _ in range(prepared.num_choices)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(prepared.num_choices)]
@@ -188,6 +195,8 @@ class TextService:
         ends: dict[int, TextDelta] = {}
         async with aclosing(self.stream(prepared)) as deltas:
             async for delta in deltas:
+                if hear is not None:
+                    hear(delta)
                 texts[delta.index].append(delta.text)
                 token_ids[delta.index].extend(delta.token_ids)
                 logprobs[delta.index].extend(delta.logprobs)
@@ -315,6 +324,7 @@ class TextService:
             prefill_worker=job.prefill_worker,
             decode_worker=job.decode_worker,
             disaggregate=job.disaggregate,
+            trace_context=job.trace_context,
         )
 
 

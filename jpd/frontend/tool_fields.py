@@ -13,11 +13,11 @@ from jpd.errors import RequestError
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.tool_calls import ToolUse
 from jpd.frontend.tool_formats import FORMATS, GUIDED_LIST, ToolFormat
-from jpd.grammar import Grammar, json_schema_grammar
+from jpd.grammar import CallMarks, Grammar, answer_or_calls_grammar, json_schema_grammar
 from jpd.request import SamplingParams
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TOOL_NAME = "[A-Za-z0-9_.-]{1,64}"
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 
 Tool = Mapping[str, Any]
@@ -90,7 +90,7 @@ def _tool(field: str, value: object) -> Tool:
     if value.get("type") != "function":
         raise RequestError(f"{field}.type", value.get("type"), 'only "function" is supported')
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
         rule = "must have 1 to 64 letters, digits, dots, dashes or underscores"
         raise RequestError(f"{field}.function.name", name, rule)
     inner = f"{field}.function.parameters"
@@ -131,23 +131,31 @@ def _read_choice(value: object, names: Sequence[str]) -> tuple[str, str]:
 
 def _list_schema(functions: Sequence[Mapping[str, Any]], is_single: bool) -> dict[str, Any]:
     """A list of calls, each of one of the functions."""
+    call = _call_schema(functions, "arguments", "#/items")
+    schema = {"type": "array", "minItems": 1, "items": call}
+    return schema | ({"maxItems": 1} if is_single else {})
+
+
+def _call_schema(
+    functions: Sequence[Mapping[str, Any]], arguments: str, place: str
+) -> dict[str, Any]:
+    """A call of one of the functions. The schema stands at `place` of the whole."""
     calls = []
     for index, function in enumerate(functions):
-        place = f"#/items/anyOf/{index}/properties/arguments"
+        inner = f"{place}/anyOf/{index}/properties/{arguments}"
         properties = {
             "name": {"const": function["name"]},
-            "arguments": _moved(_parameters(function), place),
+            arguments: _moved(_parameters(function), inner),
         }
         calls.append(
             {
                 "type": "object",
                 "properties": properties,
-                "required": ["name", "arguments"],
+                "required": ["name", arguments],
                 "additionalProperties": False,
             }
         )
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return schema | ({"maxItems": 1} if is_single else {})
+    return {"anyOf": calls}
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -174,7 +182,17 @@ def with_grammar(sampling: SamplingParams, request: ToolRequest | None) -> Sampl
     """Settings under which the calls that must be made are made. Raises RequestError."""
     if request is None:
         return sampling
-    if sampling.grammar is not None:
-        rule = "cannot be given together with tools, unless tool_choice is none"
-        raise RequestError(sampling.grammar.field, "...", rule)
-    return replace(sampling, grammar=request.grammar)
+    answer, form = sampling.grammar, request.use.format
+    if answer is None:
+        return replace(sampling, grammar=request.grammar)
+    if request.grammar is not None:
+        rule = "cannot be given together with a tool_choice by which there is no answer but a call"
+        raise RequestError(answer.field, "...", rule)
+    if not form.is_text:
+        rule = "cannot be given together with tools: this model marks calls by a special token"
+        raise RequestError(answer.field, "...", rule)
+    opens = "" if form.is_bare else form.opens
+    marks = CallMarks(opens, form.closes, form.separator, not request.use.is_single)
+    functions = [tool["function"] for tool in request.tools]
+    schema = _call_schema(functions, form.arguments, "#")
+    return replace(sampling, grammar=answer_or_calls_grammar(answer, schema, marks))

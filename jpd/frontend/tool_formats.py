@@ -24,6 +24,8 @@ class ToolFormat:
     separator: str = ""
     is_bare: bool = False  # also a JSON object at the start of the text, or after a call
     head: re.Pattern[str] = _JSON
+    arguments: str = "arguments"  # their key in the JSON, as models of the format write it
+    is_text: bool = True  # its marks are plain text, which a grammar can ask for
     names_first: bool = False  # a name may stand before the JSON, which is its arguments
     id_prefix: str = "call_"
     num_id_digits: int = 24
@@ -33,10 +35,15 @@ FORMATS: Mapping[str, ToolFormat] = {
     # <tool_call>{"name": "f", "arguments": {}}</tool_call>, also of Qwen
     "hermes": ToolFormat("<tool_call>", closes="</tool_call>"),
     # {"name": "f", "parameters": {}}; {...}
-    "llama3": ToolFormat("<|python_tag|>", separator=";", is_bare=True),
+    "llama3": ToolFormat("<|python_tag|>", separator=";", is_bare=True, arguments="parameters"),
     # [TOOL_CALLS][{"name": "f", "arguments": {}}, ...], later [TOOL_CALLS]f[ARGS]{}
     "mistral": ToolFormat(
-        "[TOOL_CALLS]", head=_NAME_OR_JSON, names_first=True, id_prefix="", num_id_digits=9
+        "[TOOL_CALLS]",
+        head=_NAME_OR_JSON,
+        names_first=True,
+        is_text=False,
+        id_prefix="",
+        num_id_digits=9,
     ),
 }
 

@@ -9,10 +9,10 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -145,6 +145,41 @@ def _source(grammar: Grammar) -> str:
         case "choice":
             choices = [json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text)]
             return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
+        case "answer_or_calls":
+            return LLMatcher.grammar_from_lark(_answer_or_calls(json.loads(grammar.text)))
+
+
+def _answer_or_calls(parts: Mapping[str, Any]) -> str:
+    """In Lark: the answer, or one call or several between their marks."""
+    match parts["kind"]:
+        case "json_object":
+            answer = _json_in_lark({"type": "object"})
+        case "json_schema":
+            answer = _json_in_lark(json.loads(parts["text"]))
+        case "regex":
+            answer = f"/{_without_anchors(parts['text']).replace('/', chr(92) + '/')}/"
+        case _:
+            texts = json.loads(parts["text"])
+            answer = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    blank = f"/{WHITESPACE}/"
+    quoted = [json.dumps(parts[name], ensure_ascii=False) for name in ("opens", "closes")]
+    marked = " blank ".join([quoted[0], "one", quoted[1]]) if parts["opens"] else "one"
+    between = f"{json.dumps(parts['separator'])} blank" if parts["separator"] else "blank"
+    more = f" ({between} call)*" if parts["is_parallel"] else ""
+    rules = {
+        "start": "answer | calls",
+        "answer": answer,
+        "calls": f"call{more}",
+        "call": marked,
+        "one": _json_in_lark(parts["call"]),
+        "blank": blank,
+    }
+    return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
+
+def _json_in_lark(schema: Mapping[str, Any]) -> str:
+    told = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
+    return f"%json {json.dumps(told)}"
 
 
 def _json_source(schema: str) -> str:

@@ -370,5 +370,5 @@ class Journey:
         if record.is_live:
             record.advance(state, self._clock())
             account_end(self._metrics, record, error, self._fatal_fault)
-            self._parts.trace.note(record)
+            self._parts.trace.note(record, error)
         self._mailbox.end(error)

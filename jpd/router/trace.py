@@ -7,7 +7,7 @@ Holds a fixed number of requests. Filled by journeys, on the router's event loop
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jpd.request import RequestState
@@ -49,13 +49,20 @@ def trace_of(record: RequestRecord, now: float) -> RequestTrace:
 
 
 class TraceLog:
-    """The last requests that ended."""
+    """The last requests that ended. `listen` hears of each, with its error if it failed."""
 
-    def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
+    def __init__(
+        self,
+        max_requests: int = MAX_REQUESTS,
+        listen: Callable[[RequestRecord, Exception | None], None] | None = None,
+    ) -> None:
         self._requests: deque[RequestTrace] = deque(maxlen=max_requests)
+        self._listen = listen
 
-    def note(self, record: RequestRecord) -> None:
+    def note(self, record: RequestRecord, error: Exception | None = None) -> None:
         """Keep the phases of a request that has ended."""
+        if self._listen is not None:
+            self._listen(record, error)
         self._requests.append(trace_of(record, record.phase_started))
 
     def requests(self) -> Sequence[RequestTrace]:

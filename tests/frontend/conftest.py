@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
+from jpd.frontend.door_security import NO_SECURITY, DoorSecurity
 from jpd.frontend.loop_thread import LoopThread
 from jpd.frontend.operations import HealthReport, ServerFacts
 from jpd.frontend.prompts import ServedModel
@@ -42,7 +43,8 @@ class Doors:
         return f"127.0.0.1:{self.endpoints.grpc_port}"
 
 
-Opened = Callable[[ServedModel], Doors]
+Opened = Callable[..., Doors]
+"""Of a ServedModel, and a DoorSecurity where callers need a key."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def open_doors() -> Generator[Opened, None, None]:
     loop = LoopThread()
     closers: list[Callable[[], None]] = []
 
-    def open_for(model: ServedModel) -> Doors:
+    def open_for(model: ServedModel, security: DoorSecurity = NO_SECURITY, **limits: int) -> Doors:
         doors = Doors(loop)
         grammars = None
         if model.tokenizer is not None:
@@ -59,7 +61,7 @@ def open_doors() -> Generator[Opened, None, None]:
             closers.append(grammars.close)
         service = TextService(doors, model, grammars=grammars, count_refusal=doors.count_refusal)
         facts = ServerFacts(lambda: doors.health, lambda: b"jpd:up 1\n")
-        server = FrontendServer(service, facts, max_body_bytes=1 << 20)
+        server = FrontendServer(service, facts, max_body_bytes=1 << 20, security=security, **limits)
         doors.endpoints = loop.run(server.start("127.0.0.1", 0, 0))
         doors.http.base_url = doors.url
         closers.append(doors.http.close)

@@ -145,6 +145,7 @@ def test_details_in_the_last_message_when_asked_for(stub: jpd_pb2_grpc.JpdStub) 
     assert not last.HasField("timeline")
 
 
+@pytest.mark.field_report("E03", "E10", "E13", "E14", "E15")
 @pytest.mark.parametrize(
     ("request_message", "field"),
     [
@@ -293,6 +294,8 @@ def test_health_follows_the_router(channel: grpc.Channel, doors: Doors) -> None:
     doors.health = HealthReport(False, "unhealthy", ("decode-0 is lost",))
     assert wait_until(lambda: status("jpd.v1.Jpd") == response.NOT_SERVING)
     assert status() == response.NOT_SERVING
+    for name in ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"):
+        assert status(name) == response.SERVING  # the door's own
 
 
 def test_reflection_lists_and_describes_the_service(channel: grpc.Channel) -> None:
@@ -305,13 +308,20 @@ def test_reflection_lists_and_describes_the_service(channel: grpc.Channel) -> No
     file = descriptor_pb2.FileDescriptorProto()
     file.ParseFromString(answer.file_descriptor_response.file_descriptor_proto[0])
     methods = {method.name for service in file.service for method in service.method}
-    assert methods == {"Generate", "Tokenize", "Detokenize", "GetModelInfo"}
+    assert methods == {"Generate", "Chat", "Tokenize", "Detokenize", "GetModelInfo"}
 
 
-def test_many_streams_at_once_do_not_mix(stub: jpd_pb2_grpc.JpdStub) -> None:
-    calls = {index: stub.Generate(Request(text=f"prompt {index}")) for index in range(32)}
+@pytest.mark.field_report("E12", "E25")
+def test_many_streams_with_one_id_of_the_clients_do_not_mix(stub: jpd_pb2_grpc.JpdStub) -> None:
+    metadata = (("x-request-id", "x" * 4000),)
+    calls = {
+        index: stub.Generate(Request(text=f"prompt {index}"), metadata=metadata)
+        for index in range(32)
+    }
     for index, call in calls.items():
         assert "".join(message.text for message in call) == f"prompt {index}"
+    ids = {dict(call.trailing_metadata())["jpd-request-id"] for call in calls.values()}
+    assert len(ids) == 32 and all(len(name) == 32 for name in ids)
 
 
 async def collect(doors: Doors, text: str) -> AsyncGenerator[str, None]:

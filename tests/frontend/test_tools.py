@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from jpd.errors import RequestError
-from jpd.frontend.tool_fields import read_tool_request
+from jpd.frontend.job import read_sampling
+from jpd.frontend.tool_fields import read_tool_request, with_grammar
 from jpd.frontend.tool_formats import FORMATS
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.rpc import jpd_pb2, jpd_pb2_grpc
@@ -117,6 +118,57 @@ def test_streamed_deltas_make_the_same_message(client: openai.OpenAI, tool_doors
     assert len(made) == 2
 
 
+PARALLEL = {
+    "hermes": '<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>\n'
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+    "llama3": '{"name": "weather", "parameters": {"city": "Rom"}}; {"name": "now"}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rom"}}, {"name": "now"}]',
+}
+BROKEN = {
+    "hermes": '<tool_call>{"name": "weather", "arguments": {"city": "Rom}}</tool_call>',
+    "llama3": '{"name": "weather", "parameters": {"city": Rom}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": ["Rom"]}]',
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_streams_parallel_calls_and_keeps_broken_ones_as_text(
+    open_doors: Opened, name: str
+) -> None:
+    doors = open_doors(dataclasses.replace(MODEL, tool_format=FORMATS[name]))
+    settings: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": TOOLS}
+    with openai.OpenAI(base_url=f"{doors.url}/v1", api_key="none", max_retries=0) as client:
+        doors.router.script = say(PARALLEL[name])
+        with client.chat.completions.stream(**settings) as stream:
+            parts = [
+                event for event in stream if event.type == "tool_calls.function.arguments.done"
+            ]
+            streamed = stream.get_final_completion().choices[0]
+        assert [(part.index, part.name, part.arguments) for part in parts] == [
+            (0, "weather", '{"city": "Rom"}'),
+            (1, "now", "{}"),
+        ]
+        whole = ask(client).choices[0]
+        for choice in (streamed, whole):
+            assert choice.finish_reason == "tool_calls" and not choice.message.content
+            calls = choice.message.tool_calls or []
+            made = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+            assert made == [("weather", {"city": "Rom"}), ("now", {})]
+            assert len({call.id for call in calls}) == 2
+        doors.router.script = say(BROKEN[name])
+        with client.chat.completions.stream(**settings) as stream:
+            broken = stream.get_final_completion().choices[0]
+        assert broken.message.content == BROKEN[name] and broken.finish_reason == "stop"
+        assert not broken.message.tool_calls
+        if FORMATS[name].is_text:
+            ask(client, response_format=SCHEMA_FORMAT)
+            grammar = doors.router.requests[-1].sampling.grammar
+            assert grammar is not None and grammar.kind == "answer_or_calls"
+        else:
+            with pytest.raises(openai.BadRequestError, match="special token"):
+                ask(client, response_format=SCHEMA_FORMAT)
+
+
 def test_malformed_calls_are_text(client: openai.OpenAI, tool_doors: Doors) -> None:
     tool_doors.router.script = say('<tool_call>{"name": "weather", "arg')
     [choice] = ask(client).choices
@@ -195,6 +247,75 @@ def test_what_grammars_of_calls_allow(
         assert not is_allowed
     else:
         assert is_allowed
+
+
+SCHEMA_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {
+        "schema": {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/A"}},
+            "required": ["a"],
+            "additionalProperties": False,
+            "$defs": {"A": {"type": "integer"}},
+        }
+    },
+}
+HERMES = [f"<tool_call>{one}</tool_call>" for one in (ROM, NOW)]
+LLAMA = [one.replace("arguments", "parameters") for one in (ROM, NOW)]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "is_allowed"),
+    [
+        *[(name, '{"a":5}', True) for name in ("hermes", "llama3")],
+        *[(name, '{"a":"b"}', False) for name in ("hermes", "llama3")],
+        *[(name, "Sunny.", False) for name in ("hermes", "llama3")],
+        *[("hermes", text, True) for text in (HERMES[0], "\n".join(HERMES))],
+        ("hermes", HERMES[0] + '{"a":5}', False),
+        ("hermes", HERMES[0].replace("weather", "other"), False),
+        ("hermes", HERMES[0].replace('"Rom"', "5"), False),
+        *[("llama3", text, True) for text in (LLAMA[0], "; ".join(LLAMA))],
+        ("llama3", LLAMA[0].replace('"Rom"', "5"), False),
+    ],
+)
+def test_an_answer_of_a_format_or_calls(
+    compiler: GrammarCompiler, name: str, answer: str, is_allowed: bool
+) -> None:
+    request = read_tool_request(
+        TOOLS, "auto", None, dataclasses.replace(MODEL, tool_format=FORMATS[name])
+    )
+    sampling = with_grammar(read_sampling({"response_format": SCHEMA_FORMAT}), request)
+    assert sampling.grammar is not None
+    compiler.check(sampling.grammar).result(10)
+    try:
+        matcher = compiler._matcher(sampling.grammar, [*answer.encode()])
+    except RequestError:
+        assert not is_allowed
+    else:
+        assert is_allowed and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"guided_regex": "a/b+"}, "a/bb"),
+        ({"guided_choice": ["yes", 'no "way"']}, 'no "way"'),
+        ({"response_format": {"type": "json_object"}}, '{"x":[]}'),
+    ],
+)
+def test_every_kind_of_answer_stands_beside_calls(
+    compiler: GrammarCompiler, fields: dict[str, Any], answer: str
+) -> None:
+    single = with_grammar(read_sampling(fields), read_tool_request(TOOLS, None, False, MODEL))
+    assert single.grammar is not None
+    for text, is_allowed in ((answer, True), (HERMES[1], True), ("".join(HERMES), False)):
+        try:
+            matcher = compiler._matcher(single.grammar, [*text.encode()])
+        except RequestError:
+            assert not is_allowed
+        else:
+            assert is_allowed and matcher.is_accepting()
 
 
 def test_none_tells_the_model_of_no_tools(client: openai.OpenAI, tool_doors: Doors) -> None:

@@ -1,8 +1,11 @@
-"""Calls that must be made are made, by a model that knows nothing of them."""
+"""Calls that must be made are made, by a model that knows nothing of them; as the examples do."""
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import openai
 import pytest
@@ -17,14 +20,34 @@ SETTINGS = {
     "logit_bias": {str(VOCABULARY[blank]): -100 for blank in "ĠĊĉ"},  # JSON may be full of them
 }
 
+GREEDY: dict[str, Any] = {
+    "max_tokens": 70,
+    "temperature": 0,
+    "logit_bias": {VOCABULARY[blank]: -100.0 for blank in "ĠĊĉ"},
+}
+
 pytestmark = pytest.mark.slow  # a fleet of its own is compiled
 
 
-def test_the_example(repo: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("tools", repo / "examples" / "tools.py")
+def example(repo: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, repo / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
+    return module
+
+
+def test_examples_that_need_a_grammar(repo: Path, server: Server) -> None:
+    weather = example(repo, "guided_json").ask(server, "Warm?", **GREEDY)
+    assert weather.city in ("Rome", "Oslo") and -90 <= weather.degrees <= 60
+    assert example(repo, "chat_session").call_functions(server, "Warm?", **GREEDY)
+    chosen = example(repo, "logprobs").alternatives(server, "the")
+    assert len(chosen) == 8 and all(0 < probability <= 1 for _, probability in chosen)
+
+
+def test_the_example(repo: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    module = example(repo, "tools")
     url = f"http://127.0.0.1:{server.serve(grpc_port=None).http_port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         module.ask(client, server.model_name, "Warm?", **SETTINGS)
