@@ -4,6 +4,7 @@ The real API, doors and router over workers without devices.
 """
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,30 @@ def test_one_id_names_a_request_everywhere(house: House) -> None:
     call = house.grpc.Generate(jpd_pb2.GenerateRequest(text="a", sampling={"max_tokens": 3}))
     assert list(call)
     assert last_ids(1) == [dict(call.trailing_metadata())["jpd-request-id"]]
+
+
+def test_g08_ttft_is_what_the_client_sees_and_phases_stand_apart(house: House) -> None:
+    prefill, decode = house.fleet.prefill, house.fleet.decode
+    value = house.server.metrics.value
+    names = ("time_to_first_token", "request_prefill", "kv_transfer")
+    before = [value(f"jpd:{name}_seconds_sum") for name in names]
+    decode.transfer_seconds, prefill.prefill_token_seconds = 0.6, 0.1
+    body = {"prompt": IDS, "max_tokens": 3, "stream": True}
+    try:
+        start = time.monotonic()
+        with house.http.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            seen = time.monotonic() - start
+            list(lines)
+    finally:
+        decode.transfer_seconds, prefill.prefill_token_seconds = 0.0, 0.0
+    ttft, prefilled, moved = (
+        value(f"jpd:{name}_seconds_sum") - earlier
+        for name, earlier in zip(names, before, strict=True)
+    )
+    assert 0.0 <= seen - ttft < 0.2  # its own way to the server and back
+    assert 0.19 < prefilled <= ttft < 0.5 < moved  # nobody waits for the KV to see a token
 
 
 UNSUPPORTED: list[dict[str, object]] = [
