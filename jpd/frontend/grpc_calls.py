@@ -1,9 +1,10 @@
-"""How calls of the gRPC door begin and end: codecs, trailers, and errors as a status.
+"""How calls of the gRPC door begin and end: ids, log lines, codecs, trailers, errors as a status.
 
 Knows grpc, no service. Used by `grpc_servicer` and `grpc_chat`.
 """
 
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias, TypeVar
@@ -49,12 +50,40 @@ def parsed(request: Answer | None) -> Answer:
     return request
 
 
-async def answer(context: Context, call: Callable[[], Awaitable[Answer]]) -> Answer:
+def begin_call(context: Any, method: str) -> str:
+    """A new id for a call, which has its line in the log once it is over."""
+    request_id, start = uuid.uuid4().hex, time.perf_counter()
+
+    def log(ended: Any) -> None:
+        code = ended.code()
+        status = code.name if code is not None else "OK" if ended.done() else "client gone"
+        milliseconds = round((time.perf_counter() - start) * 1e3, 1)
+        logger.info(
+            "%s %s %s %.1f ms",
+            request_id,
+            method,
+            status,
+            milliseconds,
+            extra={
+                "fields": {
+                    "request_id": request_id,
+                    "method": method,
+                    "status": status,
+                    "milliseconds": milliseconds,
+                }
+            },
+        )
+
+    context.add_done_callback(log)
+    return request_id
+
+
+async def answer(context: Context, method: str, call: Callable[[], Awaitable[Answer]]) -> Answer:
     """The result of a unary call, or its failure as a status."""
+    request_id = begin_call(context, method)
     try:
         return await call()
     except Exception as error:
-        request_id = uuid.uuid4().hex
         await abort(context, error, request_id, [("jpd-request-id", request_id)])
         raise AssertionError("abort always raises") from error
 

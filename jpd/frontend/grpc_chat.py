@@ -8,7 +8,6 @@ queue to one writer, because a write must not be cancelled half-way. Made by `gr
 
 import asyncio
 import dataclasses
-import uuid
 from collections import deque
 from contextlib import aclosing
 
@@ -21,6 +20,7 @@ from jpd.frontend.grpc_calls import (
     Context,
     Trailers,
     abort,
+    begin_call,
     logged_failure,
     parsed,
     status_of,
@@ -44,7 +44,7 @@ class ChatCall:
 
     def __init__(self, service: TextService, context: Context, stopping: asyncio.Event) -> None:
         self._service, self._context, self._stopping = service, context, stopping
-        self._request_id = uuid.uuid4().hex
+        self._request_id = begin_call(context, "Chat")
         self._conversation = Conversation()
         self._turn: asyncio.Task[None] | None = None
         self._num_turns = 0

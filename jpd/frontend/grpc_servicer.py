@@ -5,7 +5,6 @@ and so the router's request. Knows TextService, not the router. Served by `grpc_
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -19,6 +18,7 @@ from jpd.frontend.grpc_calls import (
     Trailers,
     abort,
     answer,
+    begin_call,
     codec,
     parsed,
 )
@@ -62,7 +62,7 @@ class JpdServicer:
         self, request: jpd_pb2.GenerateRequest | None, context: Context
     ) -> AsyncGenerator[jpd_pb2.GenerateResponse, None]:
         """Deltas as they come; the last message has the usage, the trailers the timelines."""
-        request_id = uuid.uuid4().hex
+        request_id = begin_call(context, "Generate")
         trailers: Trailers = [("jpd-request-id", request_id)]
         try:
             async with aclosing(
@@ -100,7 +100,7 @@ class JpdServicer:
     async def tokenize(
         self, request: jpd_pb2.TokenizeRequest | None, context: Context
     ) -> jpd_pb2.TokenizeResponse:
-        return await answer(context, lambda: self._tokenize(parsed(request)))
+        return await answer(context, "Tokenize", lambda: self._tokenize(parsed(request)))
 
     async def _tokenize(self, request: jpd_pb2.TokenizeRequest) -> jpd_pb2.TokenizeResponse:
         is_chat = request.WhichOneof("prompt") == "chat"
@@ -120,7 +120,7 @@ class JpdServicer:
     async def detokenize(
         self, request: jpd_pb2.DetokenizeRequest | None, context: Context
     ) -> jpd_pb2.DetokenizeResponse:
-        return await answer(context, lambda: self._detokenize(parsed(request)))
+        return await answer(context, "Detokenize", lambda: self._detokenize(parsed(request)))
 
     async def _detokenize(self, request: jpd_pb2.DetokenizeRequest) -> jpd_pb2.DetokenizeResponse:
         text = await self._service.detokenize(tuple(request.token_ids), "token_ids")
@@ -129,4 +129,5 @@ class JpdServicer:
     async def get_model_info(
         self, request: jpd_pb2.GetModelInfoRequest | None, context: Context
     ) -> jpd_pb2.ModelInfo:
+        begin_call(context, "GetModelInfo")
         return model_info(self._service.model)

@@ -1,14 +1,17 @@
 """Log lines as JSON: one object a line, whatever stands in it."""
 
+import asyncio
 import io
 import json
 import logging
 import time
 from collections.abc import Iterator
 
+import grpc
 import pytest
 
 from jpd.log_lines import JsonLines, PlainLines, line_of_host, start_logging, wants_json
+from jpd.rpc import jpd_pb2, jpd_pb2_grpc
 from tests.frontend.conftest import Doors
 
 
@@ -44,6 +47,29 @@ def test_a_request_is_one_object_with_its_id(doors: Doors, lines: io.StringIO) -
     assert found["path"] == "/a\u2028b" and found["milliseconds"] >= 0
     assert found["logger"] == "jpd.http" and found["level"] == "INFO"
     assert found["time"].endswith("+00:00")
+
+
+def test_a_grpc_call_has_its_line_under_the_id_of_its_trailers(
+    doors: Doors, lines: io.StringIO
+) -> None:
+    with grpc.insecure_channel(doors.grpc_address) as channel:
+        stub = jpd_pb2_grpc.JpdStub(channel)
+        good = stub.Generate(jpd_pb2.GenerateRequest(text="ab"), timeout=20)
+        assert list(good)
+        bad = stub.Generate(jpd_pb2.GenerateRequest(text="ab", n=1000), timeout=20)
+        with pytest.raises(grpc.RpcError):
+            list(bad)
+        stub.Tokenize(jpd_pb2.TokenizeRequest(text="ab"), timeout=20)
+        doors.router.gate = asyncio.Semaphore(0)
+        left = stub.Generate(jpd_pb2.GenerateRequest(text="left"), timeout=20)
+        tokenize = json.loads(wait_for_line(lines, "Tokenize"))
+        left.cancel()
+        gone = json.loads(wait_for_line(lines, "client gone"))
+    assert (tokenize["status"], gone["method"]) == ("OK", "Generate")
+    for call, status in ((good, "OK"), (bad, "INVALID_ARGUMENT")):
+        found = json.loads(wait_for_line(lines, f"Generate {status}"))
+        assert found["request_id"] == dict(call.trailing_metadata())["jpd-request-id"]
+        assert (found["method"], found["status"]) == ("Generate", status)
 
 
 def test_a_traceback_stays_on_its_line(lines: io.StringIO) -> None:
