@@ -46,6 +46,7 @@ from jpd.frontend.served_model import served_model
 from jpd.frontend.server import Endpoints
 from jpd.frontend.service import Generation, TextDelta
 from jpd.frontend.spans import SpanWriter
+from jpd.launch.fleet import Fleet
 from jpd.launch.inprocess import TransferWrapper
 from jpd.launch.launchers import RunningFleet, launch_fleet
 from jpd.launch.orders import read_token
@@ -336,6 +337,15 @@ class Server:
             return self._core().health()
 
         return self._bridge().run(look())
+
+    def check_integrity(self) -> None:
+        """When nothing runs: records and pages must agree, or AssertionError is raised.
+
+        Hosts in processes of their own recount their pages when idle, and the health tells.
+        """
+        self._bridge().run(self._core().check_integrity())
+        if isinstance(self._fleet, Fleet):
+            self._fleet.check_integrity()
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """float32 [T, V]: what the model gives at every position of one prompt. For `verify`."""

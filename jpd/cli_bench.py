@@ -1,23 +1,41 @@
 """`jpd bench NAME`: run a benchmark, print its table, write its JSON."""
 
 import argparse
-import asyncio
-import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from jpd.api import Server, launch
-from jpd.bench import convert, engine, frontend, interference, router, speculation, transfer
+from jpd.api import launch
+from jpd.bench import (
+    convert,
+    engine,
+    frontend,
+    interference,
+    peers,
+    publish,
+    router,
+    run_all,
+    speculation,
+    transfer,
+)
 from jpd.bench.engine_rig import load_model
-from jpd.bench.gap_plot import write_plots
+from jpd.bench.gap_plot import TITLE, draw_gaps
 from jpd.bench.kv_peer import NUM_DEVICES
+from jpd.bench.report import can_draw, check_can_draw, write_report
 from jpd.bench.results import Result, results_table, write_json
-from jpd.bench.serving import measure_serving
 from jpd.checkpoint.model_source import open_model
 from jpd.checkpoint.package_weights import cache_folder
+from jpd.cli_bench_load import (
+    add_load_arguments,
+    compare_modes,
+    launcher,
+    serve,
+    tell,
+    two_cores_of_ours,
+)
+from jpd.cli_bench_soak import add_soak_arguments, soak
 from jpd.cli_pair import add_weights_argument, load_pair, make_console
 from jpd.cli_progress import ProgressLine
-from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 from jpd.launch.pinning import pin_process
 from jpd.parallel.platform import enable_compilation_cache, ensure_cpu_devices
@@ -42,10 +60,11 @@ def _engine(options: argparse.Namespace) -> Sequence[Result]:
     return engine.run(model, is_quick=options.quick)
 
 
-def _serving(options: argparse.Namespace) -> Sequence[Result]:
-    model, deployment = load_pair(options)
-    with launch(model, deployment, progress=ProgressLine()) as server:
-        return asyncio.run(measure_serving(server, model.config.vocab_size))
+def _peers(options: argparse.Namespace) -> Sequence[Result]:
+    model = open_model(options.model)
+    ensure_cpu_devices(1)
+    enable_compilation_cache(cache_folder() / "xla")
+    return peers.run(model, is_quick=options.quick)
 
 
 def _speculation(options: argparse.Namespace) -> Sequence[Result]:
@@ -55,21 +74,13 @@ def _speculation(options: argparse.Namespace) -> Sequence[Result]:
 
 
 def _interference(options: argparse.Namespace) -> Sequence[Result]:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise ConfigError([Problem("jpd bench", "cores", cores, "two are needed, one a host")])
-    model = open_model(options.model)
+    cores, model = two_cores_of_ours(), open_model(options.model)
     pin_process(cores[:1], "jpd bench", "router")
     effort = interference.QUICK if options.quick else interference.FULL
-
-    def start(deployment: DeploymentConfig) -> Server:
-        return launch(model, deployment, progress=ProgressLine())
-
-    gaps = interference.run(start, model.config.vocab_size, (cores[0], cores[1]), effort)
+    gaps = interference.run(launcher(model), model.config.vocab_size, cores, effort)
     results = [result for mode in gaps for result in interference.gap_results(mode)]
     if options.plot is not None:
-        for path in write_plots(options.plot, gaps, results):
-            print(f"plot: {path}")
+        tell(write_report(options.plot, TITLE, draw_gaps(gaps), results))
     return results
 
 
@@ -91,10 +102,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "transfer": _transfer,
     "convert": _convert,
     "engine": _engine,
-    "serving": _serving,
+    "peers": _peers,
+    "serve": serve,
     "speculation": _speculation,
     "interference": _interference,
+    "compare": compare_modes,
+    "soak": soak,
 }
+
+
+PLOTTED = ("serve", "interference", "compare")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         default="1p1d-cpu",
         metavar="F",
-        help="of serving and speculation; default 1p1d-cpu",
+        help="of serve and speculation; default 1p1d-cpu",
     )
     add_weights_argument(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
@@ -118,29 +135,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="of router: replay this one too (JSON lines or .csv)",
+        help="of router and serve: replay it (JSON lines or .csv)",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer runs: engine in two minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer runs: all in ten minutes")
     parser.add_argument(
-        "--plot", type=Path, metavar="STEM", help="of interference: write STEM.png and STEM.html"
+        "--plot",
+        type=Path,
+        metavar="STEM",
+        help="of serve, interference and compare: write STEM.png and STEM.html",
     )
     parser.add_argument("--strict", action="store_true", help="exit 1 on a missed target")
+    add_load_arguments(parser)
+    add_soak_arguments(parser)
+    group = parser.add_argument_group("all", "each benchmark in a process of its own")
+    group.add_argument(
+        "--out", type=Path, default=Path("bench-results"), metavar="FOLDER", help="of their files"
+    )
+    group.add_argument(
+        "--docs", action="store_true", help="to docs/ of this checkout, and the pages with figures"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    results: list[Result] = []
-    for name in BENCHMARKS if options.name == "all" else (options.name,):
-        found = list(BENCHMARKS[name](options))
-        make_console().print(results_table(name, found))
-        results += found
+    if options.plot is not None:
+        check_can_draw()
+    start = time.monotonic()
+    results = _all(options) if options.name == "all" else list(BENCHMARKS[options.name](options))
+    make_console().print(results_table(options.name, results))
     if options.json is not None:
-        _write(options.json, results)
+        _write(options.json, results, time.monotonic() - start)
     is_good = all(result.ok for result in results)
     return 1 if options.strict and not is_good else 0
 
 
-def _write(path: Path, results: Sequence[Result]) -> None:
+def _all(options: argparse.Namespace) -> list[Result]:
+    """All but the soak; peers where one is installed."""
+    if options.docs and not Path(publish.README).is_file():
+        rule = "is for a checkout of jpd, to be run in its folder"
+        raise ConfigError([Problem("jpd bench all", "--docs", str(Path.cwd()), rule)])
+    folder = Path(publish.FOLDER) if options.docs else options.out
+
+    def options_of(name: str) -> list[str]:
+        found = ["--model", options.model, "--mesh", options.mesh]
+        found += ["--quick"] if options.quick else []
+        is_drawn = name in PLOTTED and can_draw()
+        return found + (["--plot", str(folder / name)] if is_drawn else [])
+
+    names = [name for name in BENCHMARKS if name != "soak"]
+    if not peers.is_any_installed():
+        names.remove("peers")
+    results = run_all.run_each(names, options_of, folder, print)
+    if options.docs:
+        for path in publish.publish(Path()):
+            print(f"written: {path}")
+    return results
+
+
+def _write(path: Path, results: Sequence[Result], seconds: float) -> None:
     try:
-        write_json(path, results)
+        write_json(path, results, seconds)
     except OSError as error:
         raise ConfigError([Problem("jpd bench", "--json", str(path), str(error))]) from error

@@ -1,9 +1,9 @@
 """`jpd bench engine`: how far the two engines are from what their matrix products alone take.
 
-1. Decode steps and prompts, as served, against the floor, by turns (`jpd.bench.floor`).
+1. Decode steps and prompts, as served, against the floor, by turns (`jpd.bench.floor`), and
+   against what the machine reaches at best (`jpd.bench.roofline`).
 2. What parts of them cost alone; how a step grows with batch and context.
-3. Hugging Face transformers beside them, where it is installed (`jpd.bench.peers`).
-4. When the device waits for the host (`jpd.bench.step_timeline`), and what the host does.
+3. When the device waits for the host (`jpd.bench.step_timeline`), and what the host does.
 Prefill's floor has the arithmetic of attention added by formula: see `attention_flops`.
 """
 
@@ -11,15 +11,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import numpy as np
 
-from jpd.bench import host_work, peers
+from jpd.bench import ceilings, host_work
+from jpd.bench.ceilings import Ceilings
 from jpd.bench.engine_rig import EngineRig, load_model, random_model
 from jpd.bench.floor import Floor, check_plain
 from jpd.bench.results import Result
+from jpd.bench.roofline import ModelWork, attention_flops, roofline_results
 from jpd.bench.step_parts import AttentionPart, choosing_part
 from jpd.checkpoint.model_source import Model
 from jpd.nn.config import DecoderConfig
@@ -45,7 +46,6 @@ class Effort:
     prompts: int  # alternations of floor and prompt
     timeline_steps: int
     growth_contexts: tuple[int, ...]
-    peer_batches: tuple[int, ...]
 
 
 FULL = Effort(
@@ -54,7 +54,6 @@ FULL = Effort(
     prompts=5,
     timeline_steps=300,
     growth_contexts=(128, 512, 1024, 1792),
-    peer_batches=BATCHES,
 )
 QUICK = Effort(
     rounds=3,
@@ -62,7 +61,6 @@ QUICK = Effort(
     prompts=2,
     timeline_steps=100,
     growth_contexts=(128, 1792),
-    peer_batches=(1,),
 )
 
 
@@ -72,17 +70,18 @@ def run(model: Model, *, is_quick: bool = False) -> list[Result]:
     effort = QUICK if is_quick else FULL
     loaded = load_model(model.config, model.require_source())
     rig = EngineRig(loaded, batches=BATCHES, pool_tokens=POOL_TOKENS, max_model_len=MAX_MODEL_LEN)
-    results = [line for batch in BATCHES for line in decode_results(rig, batch, effort)]
-    results += [line for length in PROMPTS for line in prefill_results(rig, length, effort)]
+    limits = ceilings.measure()
+    results = limits.results()
+    for batch in BATCHES:
+        results += decode_results(rig, batch, effort, limits)
+    for length in PROMPTS:
+        results += prefill_results(rig, length, effort, limits)
     results += growth_results(rig, effort)
-    if peers.is_installed():
-        for dtype in peers.DTYPES:
-            results += peer_results(rig, peers.TransformersPeer(model, dtype), effort)
     results.append(empty_queue_result(effort))
     return results + host_work.run()
 
 
-def decode_results(rig: EngineRig, batch: int, effort: Effort) -> list[Result]:
+def decode_results(rig: EngineRig, batch: int, effort: Effort, limits: Ceilings) -> list[Result]:
     floor = Floor(rig.model.abstract.specs, batch, batch)
     rig.decode_seconds(batch, CONTEXT, 1)
 
@@ -95,6 +94,8 @@ def decode_results(rig: EngineRig, batch: int, effort: Effort) -> list[Result]:
     bare_seconds, step_seconds = by_turns(bare, step, effort.rounds)
     name = f"decode step, batch {batch}, {CONTEXT} tokens each"
     results = _ratio_results(name, "bare products", bare_seconds, step_seconds)
+    work = ModelWork(rig.model.config).decode(batch, CONTEXT)
+    results += roofline_results(name, work, statistics.median(step_seconds), limits)
     attention = AttentionPart(rig, batch, 1, CONTEXT)
     parts: dict[str, Callable[[], object]] = {
         "attention": attention,
@@ -103,7 +104,9 @@ def decode_results(rig: EngineRig, batch: int, effort: Effort) -> list[Result]:
     return results + [_part_result(name, part, run, effort) for part, run in parts.items()]
 
 
-def prefill_results(rig: EngineRig, num_tokens: int, effort: Effort) -> list[Result]:
+def prefill_results(
+    rig: EngineRig, num_tokens: int, effort: Effort, limits: Ceilings
+) -> list[Result]:
     floor = Floor(rig.model.abstract.specs, num_tokens, 1)
     share = attention_flops(rig.model.config, num_tokens) / floor.num_flops
     rig.prefill_seconds(num_tokens)
@@ -115,24 +118,12 @@ def prefill_results(rig: EngineRig, num_tokens: int, effort: Effort) -> list[Res
     name = f"prefill of {num_tokens} tokens"
     floor_name = f"bare products + {share:.0%} for attention"
     results = _ratio_results(name, floor_name, bare_seconds, seconds)
+    work = ModelWork(rig.model.config).prefill(num_tokens, rig.buckets.prefill_chunk)
+    results += roofline_results(name, work, statistics.median(seconds), limits)
     if num_tokens > rig.buckets.prefill_chunk:
         return results
     attention = AttentionPart(rig, 1, num_tokens, 0)
     return [*results, _part_result(name, "attention", attention, effort)]
-
-
-def attention_flops(config: DecoderConfig, num_tokens: int) -> float:
-    """q·k and weights·v of a whole prompt: 4 x heads x head_dim for each pair of a query and a key
-    that it sees, t + 1 keys of the query at t, at most the layer's window.
-
-    The floor's rate of FLOP/s, measured in the same run, turns it into time.
-    """
-    positions = np.arange(1, num_tokens + 1)
-    pairs = 0
-    for layer in config.layers:
-        window = layer.sliding_window or num_tokens
-        pairs += int(np.minimum(positions, window).sum())
-    return 4.0 * config.num_heads * config.head_dim * pairs
 
 
 def by_turns(
@@ -162,37 +153,6 @@ def _ratio_results(
         Result(f"{name}: {floor_name}", statistics.median(bare) * 1000, "ms"),
         Result(f"{name}: ratio", ratio, "x", RATIO_TARGET),
     ]
-
-
-def peer_results(rig: EngineRig, peer: peers.TransformersPeer, effort: Effort) -> list[Result]:
-    """The peer and the engines by turns; a ratio below 1: the engines take less."""
-    functions, token_ids = rig.functions[min(rig.functions)], [2, *range(100, 115)]
-    ours = functions.logits(rig.model.leaves, token_ids)
-    difference = float(np.abs(ours - peer.logits(token_ids)).max())
-    results = [Result(f"{peer.name}: largest difference of logits", difference, "")]
-    for batch in effort.peer_batches:
-        rounds = effort.prompts if batch == 1 else 1
-        pairs: tuple[tuple[str, Callable[[], float], Callable[[], float]], ...] = (
-            (
-                "prefill",
-                partial(peer.prefill_seconds, CONTEXT, batch),
-                partial(rig.prefill_seconds, CONTEXT, batch),
-            ),
-            (
-                "decode step",
-                partial(peer.decode_seconds, batch, CONTEXT, effort.steps),
-                partial(rig.decode_seconds, batch, CONTEXT, effort.steps),
-            ),
-        )
-        for what, theirs, ours_seconds in pairs:
-            found = by_turns(theirs, ours_seconds, rounds)
-            name = f"{peer.name}: {what}, batch {batch}, {CONTEXT} tokens each"
-            ratio = statistics.median(b / a for a, b in zip(*found, strict=True))
-            results += [
-                Result(name, statistics.median(found[0]) * 1000, "ms"),
-                Result(f"{name}: engine's time / its", ratio, "x"),
-            ]
-    return results
 
 
 def _part_result(name: str, part: str, run: Callable[[], object], effort: Effort) -> Result:

@@ -79,8 +79,13 @@ def _number(out: jax.Array, place: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice(out, (place, place), (1, 1)).astype(jnp.float32)[0, 0]
 
 
+def is_plain(config: DecoderConfig) -> bool:
+    """Every weight is multiplied with every token."""
+    return config.mla is None and all(layer.moe is None for layer in config.layers)
+
+
 def check_plain(config: DecoderConfig, name: str) -> None:
     """Raises ConfigError unless every weight is multiplied with every token."""
-    if config.mla is not None or any(layer.moe is not None for layer in config.layers):
+    if not is_plain(config):
         rule = "the floor of a step is known of dense models only: no experts, no latent attention"
         raise ConfigError([Problem("jpd bench engine", "model", name, rule)])

@@ -18,25 +18,24 @@ from typing import Protocol
 
 import numpy as np
 
+from jpd.bench import two_cores
+from jpd.bench.latency import percentile
 from jpd.bench.results import Result
-from jpd.config import (
-    CacheConfig,
-    DeploymentConfig,
-    EngineConfig,
-    HostConfig,
-    LaunchConfig,
-    Role,
-    RouterConfig,
-    WorkerConfig,
-)
-from jpd.mesh_file import resolve_platform
+from jpd.config import DeploymentConfig
 
 NUM_STREAMS = 4
 STREAM_PROMPT_TOKENS = 32
 PROMPT_TOKENS = 2000
 MAX_MODEL_LEN = 2304
-PAGE_SIZE = 16
-CHUNK = 128
+SIZES = two_cores.Sizes(
+    MAX_MODEL_LEN,
+    PROMPT_TOKENS,
+    chunk=128,
+    page_size=16,
+    slots=8,
+    sequences=NUM_STREAMS + 2,
+    context_buckets=(MAX_MODEL_LEN // 2, MAX_MODEL_LEN),
+)
 P99_RATIO_TARGET = 1.2
 
 
@@ -95,41 +94,7 @@ Launch = Callable[[DeploymentConfig], Running]
 
 def deployments(cores: Sequence[int]) -> dict[str, DeploymentConfig]:
     """By mode; each has a host on each of the two cores."""
-    apart: tuple[Role, Role] = ("prefill", "decode")
-    both: tuple[Role, Role] = ("colocated", "colocated")
-    return {
-        "disaggregated": _deployment(cores, apart, CHUNK),
-        "colocated, chunked": _deployment(cores, both, CHUNK),
-        "colocated, whole prompts": _deployment(cores, both, -(-PROMPT_TOKENS // PAGE_SIZE) * 16),
-    }
-
-
-def _deployment(cores: Sequence[int], roles: Sequence[Role], chunk: int) -> DeploymentConfig:
-    hosts = tuple(HostConfig(f"core-{core}", "cpu", 1, cores=(core,)) for core in cores)
-    workers = tuple(
-        WorkerConfig(
-            f"{role}-{index}", role, host.name, (0,), 1, 1, 1, 0 if role == "prefill" else 8
-        )
-        for index, (role, host) in enumerate(zip(roles, hosts, strict=True))
-    )
-    pages = 1 + (NUM_STREAMS + 2) * MAX_MODEL_LEN // PAGE_SIZE
-    deployment = DeploymentConfig(
-        file="jpd bench interference",
-        hosts=hosts,
-        workers=workers,
-        cache=CacheConfig(PAGE_SIZE, pages=pages, retain_seconds=0.0),
-        engine=EngineConfig(
-            max_model_len=MAX_MODEL_LEN,
-            prefill_chunk=chunk,
-            prefill_buckets=(chunk,),
-            context_buckets=(MAX_MODEL_LEN // 2, MAX_MODEL_LEN),
-            max_steps_per_call=1,  # a token a step, or gaps would come in groups
-        ),
-        router=RouterConfig(),
-        slos=(),
-        launch=LaunchConfig("subprocess"),
-    )
-    return resolve_platform(deployment)
+    return two_cores.deployments("jpd bench interference", cores, SIZES)
 
 
 async def measure_gaps(mode: str, server: Streams, vocab_size: int, effort: Effort) -> Gaps:
@@ -192,7 +157,7 @@ def _between(
 
 def gap_results(gaps: Gaps) -> list[Result]:
     """Percentiles alone and under load, and how much the load costs."""
-    target = P99_RATIO_TARGET if gaps.mode == "disaggregated" else None
+    target = P99_RATIO_TARGET if gaps.mode == two_cores.DISAGGREGATED else None
     results = []
     for phase, found in (("alone", gaps.alone), ("under load", gaps.loaded)):
         seconds = [gap for _, gap in found]
@@ -210,12 +175,6 @@ def gap_results(gaps: Gaps) -> list[Result]:
     rate = len(gaps.prompts) * PROMPT_TOKENS / span
     results.append(Result(f"{gaps.mode}: prompts under way", rate, "tokens/s"))
     return results
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that this share of all does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def run(launch: Launch, vocab_size: int, cores: Sequence[int], effort: Effort) -> list[Gaps]:

@@ -1,90 +1,131 @@
-"""Hugging Face transformers on torch CPU with the same weights: what a step takes it, side by side.
+"""`jpd bench peers`: the engines beside other programs, same weights and lengths, one run.
 
-Its model is built from the card's configuration and filled from the same tensors. A prompt is one
-forward pass; a decode step is one with a cache that holds the context. Called by the engine's
-benchmark where the extra `peers` is installed; the CPU build of torch comes from its own index:
-pip install torch --index-url https://download.pytorch.org/whl/cpu
+1. Prompts of 512 tokens alone: tokens per second to the first token.
+2. Decode steps at batch 1, 8 and 32, rows of 512 tokens: tokens per second of all rows.
+All take turns, so that a busy machine slows all. Hugging Face transformers computes in float32 as
+jpd does on a CPU; llama.cpp computes in the 4 bits of the file. Needs the extra `peers`.
 """
 
-import importlib
-import time
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from typing import Any
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from jpd.bench import llama_peer, transformers_peer
+from jpd.bench.engine_rig import EngineRig, load_model
+from jpd.bench.floor import check_plain
+from jpd.bench.results import Result
 from jpd.checkpoint.model_source import Model
-from jpd.checkpoint.orbax_source import OrbaxSource
-from jpd.checkpoint.source import TensorSource
 from jpd.errors import ConfigError, Problem
 
-DTYPES = ("float32", "bfloat16")
-PACKAGES = ("torch", "transformers")
+BATCHES = (1, 8, 32)
+CONTEXT = 512
+MAX_MODEL_LEN = 1024
+MARGIN_TOKENS = 128
+PROBE_TOKENS = (2, *range(100, 115))
 
 
-def is_installed() -> bool:
-    return all(find_spec(package) is not None for package in PACKAGES)
+class Peer(Protocol):
+    """Another program that prefills and decodes, or our own engines."""
 
-
-class TransformersPeer:
-    """A model of transformers in one dtype."""
-
-    def __init__(self, model: Model, dtype: str) -> None:
-        self.name = f"transformers {dtype}"
-        self._torch: Any = importlib.import_module("torch")
-        self._transformers: Any = importlib.import_module("transformers")
-        source = model.require_source()
-        if isinstance(source, OrbaxSource):
-            rule = "transformers is given tensors by their Hugging Face names; Orbax has none"
-            raise ConfigError([Problem("jpd bench engine", "model", model.name, rule)])
-        self._config = self._transformers.AutoConfig.for_model(**model.raw_config)
-        classes: Any = self._transformers.AutoModelForCausalLM
-        self._model = classes.from_config(self._config).eval()
-        _fill(self._model, source, self._torch)
-        self._model = self._model.to(getattr(self._torch, dtype))
+    @property
+    def name(self) -> str: ...
 
     def prefill_seconds(self, num_tokens: int, num_prompts: int) -> float:
-        """Prompts, all at once, to their first tokens."""
-        prompts = self._prompt(num_tokens).repeat(num_prompts, 1)
-        start = time.perf_counter()
-        self._run(prompts, self._new_cache())
-        return time.perf_counter() - start
+        """Prompts to their first tokens."""
+        ...
 
     def decode_seconds(self, batch: int, context: int, num_steps: int) -> float:
         """Per step, of rows that all hold `context` tokens before the first."""
-        cache = self._new_cache()
-        tokens = self._run(self._prompt(context), cache).logits[:, -1:].argmax(-1)
-        if batch > 1:
-            cache.batch_repeat_interleave(batch)
-            tokens = tokens.repeat(batch, 1)
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            tokens = self._run(tokens, cache).logits[:, -1:].argmax(-1)
-        return (time.perf_counter() - start) / num_steps
-
-    def logits(self, token_ids: Sequence[int]) -> Any:
-        """Of every position, as a numpy array [T, V]."""
-        with self._torch.inference_mode():
-            ids = self._torch.tensor([list(token_ids)])
-            return self._model(ids).logits[0].float().numpy()
-
-    def _run(self, token_ids: Any, cache: Any) -> Any:
-        with self._torch.inference_mode():
-            return self._model(token_ids, cache=cache, use_cache=True, logits_to_keep=1)
-
-    def _new_cache(self) -> Any:
-        return self._transformers.DynamicCache(config=self._config)
-
-    def _prompt(self, num_tokens: int) -> Any:
-        return self._torch.arange(num_tokens)[None] % 1000 + 3
+        ...
 
 
-def _fill(module: Any, source: TensorSource, torch: Any) -> None:
-    """Every parameter from the tensor of its name; a tied head has none."""
-    named: Mapping[str, Any] = dict(module.named_parameters())
-    missing = sorted(named.keys() - source.names)
-    if missing:
-        rule = f"transformers has parameters that the checkpoint has not: {', '.join(missing[:3])}"
-        raise ConfigError([Problem(source.location, "tensors", len(missing), rule)])
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(torch.from_numpy(source.read(name)))
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How often things are measured."""
+
+    rounds: int  # medians are over these; one more before them is not counted
+    steps: int  # decode steps in a round
+    dtypes: tuple[str, ...]  # of transformers
+
+
+FULL = Effort(rounds=5, steps=8, dtypes=("float32", "bfloat16"))
+QUICK = Effort(rounds=2, steps=3, dtypes=("float32",))
+
+
+class OwnEngines:
+    """A Peer like the others."""
+
+    name = "jpd float32"
+
+    def __init__(self, model: Model, batches: Sequence[int]) -> None:
+        loaded = load_model(model.config, model.require_source())
+        self._rig = EngineRig(
+            loaded,
+            batches=batches,
+            pool_tokens=max(batches) * (CONTEXT + MARGIN_TOKENS),
+            max_model_len=MAX_MODEL_LEN,
+        )
+
+    def prefill_seconds(self, num_tokens: int, num_prompts: int) -> float:
+        return self._rig.prefill_seconds(num_tokens, num_prompts)
+
+    def decode_seconds(self, batch: int, context: int, num_steps: int) -> float:
+        return self._rig.decode_seconds(batch, context, num_steps)
+
+    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        functions = self._rig.functions[min(self._rig.functions)]
+        return functions.logits(self._rig.model.leaves, list(token_ids))
+
+
+def is_any_installed() -> bool:
+    return transformers_peer.is_installed() or llama_peer.is_installed()
+
+
+def run(model: Model, *, is_quick: bool = False) -> list[Result]:
+    """Raises ConfigError where no peer is installed, or for a model that is not dense."""
+    check_plain(model.config, model.name)
+    if not is_any_installed():
+        rule = "none is installed: pip install 'jpd[peers]'"
+        raise ConfigError([Problem("jpd bench", "peers", "none", rule)])
+    effort, results = QUICK if is_quick else FULL, list[Result]()
+    ours = OwnEngines(model, BATCHES)
+    found: list[Peer] = [ours]
+    if transformers_peer.is_installed():
+        for dtype in effort.dtypes:
+            peer = transformers_peer.TransformersPeer(model, dtype)
+            ours_logits, theirs = ours.logits(PROBE_TOKENS), peer.logits(PROBE_TOKENS)
+            difference = float(np.abs(ours_logits - theirs).max())
+            name = f"{peer.name}: largest difference of logits from jpd's"
+            results.append(Result(name, difference, ""))
+            found.append(peer)
+    location = Path(model.require_source().location)
+    if llama_peer.is_installed() and location.suffix == ".gguf":
+        found.append(llama_peer.LlamaCppPeer(location, max(BATCHES), CONTEXT))
+    return results + side_by_side(found, BATCHES, effort)
+
+
+def side_by_side(peers: Sequence[Peer], batches: Sequence[int], effort: Effort) -> list[Result]:
+    """Tokens per second of each, measured by turns."""
+    results = []
+    whole = [partial(peer.prefill_seconds, CONTEXT, 1) for peer in peers]
+    for peer, seconds in zip(peers, by_turns(whole, effort.rounds), strict=True):
+        name = f"prefill of {CONTEXT} tokens: {peer.name}"
+        results.append(Result(name, CONTEXT / seconds, "tokens/s"))
+    for batch in batches:
+        steps = [partial(peer.decode_seconds, batch, CONTEXT, effort.steps) for peer in peers]
+        for peer, seconds in zip(peers, by_turns(steps, effort.rounds), strict=True):
+            name = f"decode, batch {batch}, {CONTEXT} tokens each: {peer.name}"
+            results.append(Result(name, batch / seconds, "tokens/s"))
+    return results
+
+
+def by_turns(measures: Sequence[Callable[[], float]], num_rounds: int) -> list[float]:
+    """The median of each, after a round that warms up."""
+    rounds = [[measure() for measure in measures] for _ in range(1 + num_rounds)]
+    return [statistics.median(found) for found in zip(*rounds[1:], strict=True)]

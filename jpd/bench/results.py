@@ -6,15 +6,19 @@ Every benchmark returns Results; the command line prints them as a table and wri
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 from rich.table import Table
 
 VERSIONED = ("jpd", "jax", "jaxlib", "flax", "numpy", "grpcio")
+PEERS = ("torch", "transformers", "llama-cpp-python")
+"""Told where they are installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +46,35 @@ class Result:
 def machine() -> dict[str, object]:
     """Where the numbers come from."""
     versions = {}
-    for name in VERSIONED:
+    for name in (*VERSIONED, *PEERS):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+            if name in VERSIONED:
+                versions[name] = "not installed"
+    where = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     return {
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "machine": f"{where}{processor()}",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "versions": versions,
-        "command": " ".join(sys.argv),
+        "command": " ".join(["jpd", *sys.argv[1:]]),
     }
 
 
-def write_json(path: Path, results: Sequence[Result]) -> None:
-    document = {**machine(), "results": [result.as_json() for result in results]}
+def processor(source: Path = Path("/proc/cpuinfo")) -> str:
+    """What Linux says of its first CPU, or nothing."""
+    try:
+        found = re.search(r"^model name\s*: (.*)$", source.read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return "" if found is None else f" ({found[1].strip()})"
+
+
+def write_json(path: Path, results: Sequence[Result], seconds: float) -> None:
+    """`seconds` is what the command took. Raises OSError."""
+    listed = [result.as_json() for result in results]
+    document = {**machine(), "seconds": round(seconds, 1), "results": listed}
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -71,6 +89,9 @@ def results_table(title: str, results: Sequence[Result]) -> Table:
         sign = "<=" if result.at_most else ">="
         target = "" if result.target is None else f"{sign} {result.target:g}"
         ok = "" if result.target is None else ("yes" if result.ok else "NO")
-        shown = f"{result.value:,.0f}" if result.value >= 1000 else f"{result.value:.4g}"
-        table.add_row(result.name, shown, result.unit, target, ok)
+        table.add_row(result.name, shown(result.value), result.unit, target, ok)
     return table
+
+
+def shown(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

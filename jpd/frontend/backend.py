@@ -141,6 +141,12 @@ class Backend:
     def health(self) -> Health:
         return self._router.health()
 
+    async def check_integrity(self) -> None:
+        """When nothing runs. Raises AssertionError."""
+        await self._router.settle()
+        assert self._router.num_requests == self._router.num_releases == 0
+        self._router.check_integrity()
+
     async def close(self, drain_seconds: float) -> None:
         """Take nothing new, let what runs end in `drain_seconds`, then end it with an error."""
         stops = [

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jpd.bench import engine, host_work
+from jpd.bench.ceilings import Ceilings
 from jpd.bench.engine_rig import EngineRig, random_model
 from jpd.bench.floor import Floor, check_plain
+from jpd.bench.roofline import attention_flops
 from jpd.bench.step_timeline import StepTimes
 from jpd.errors import ConfigError
 
@@ -41,7 +43,7 @@ def test_attention_flops_by_hand() -> None:
     config = engine.tiny_config()
     whole, windowed = config.layers[0], replace(config.layers[1], sliding_window=2)
     config = replace(config, layers=(whole, windowed), num_heads=3, head_dim=5)
-    assert engine.attention_flops(config, 4) == 4 * 3 * 5 * (10 + 7)
+    assert attention_flops(config, 4) == 4 * 3 * 5 * (10 + 7)
 
 
 def test_the_queue_is_empty_between_ready_and_the_next_dispatch() -> None:
@@ -65,9 +67,13 @@ def test_a_tiny_model_goes_through_all_that_is_measured() -> None:
     model = random_model(engine.tiny_config())
     effort = replace(engine.QUICK, rounds=1, steps=2, prompts=1)
     rig = EngineRig(model, batches=(2,), pool_tokens=2 * 640, max_model_len=640)
-    results = engine.decode_results(rig, 2, effort) + engine.prefill_results(rig, 16, effort)
+    limits = Ceilings("cpu", 1e11, 1e10)
+    results = engine.decode_results(rig, 2, effort, limits)
+    results += engine.prefill_results(rig, 16, effort, limits)
     ratios = [result for result in results if result.name.endswith("ratio")]
     assert len(ratios) == 2 and all(result.value > 0.0 for result in ratios)
+    shares = [result for result in results if result.name.endswith(("MFU", "MBU"))]
+    assert len(shares) == 4 and all(result.value > 0.0 for result in shares)
     with rig.functions[2].watch() as watch:
         rig.decode_seconds(2, engine.CONTEXT, 8)
     assert len(watch.times.ready) >= 8 and 0.0 <= watch.times.empty_share < 1.0

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from jpd.bench.gap_plot import write_plots
+from jpd.bench.gap_plot import TITLE, draw_gaps
 from jpd.bench.interference import (
     PROMPT_TOKENS,
     Effort,
     Gaps,
     deployments,
     gap_results,
-    percentile,
     run,
 )
+from jpd.bench.report import write_report
 from jpd.config import DeploymentConfig
 
 EFFORT = Effort(warm_seconds=0.05, alone_seconds=0.3, loaded_seconds=0.3)
@@ -87,16 +87,10 @@ def test_what_the_load_costs_is_what_the_server_does(gaps: list[Gaps]) -> None:
 def test_the_picture_shows_every_mode(gaps: list[Gaps], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     results = [result for mode in gaps for result in gap_results(mode)]
-    png, page = write_plots(tmp_path / "gaps", gaps, results)
+    png, page = write_report(tmp_path / "gaps", TITLE, draw_gaps(gaps), results)
     assert png.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
     assert "<svg" in text and all(result.name.split(":")[0] in text for result in results)
     assert "http://" not in text.replace("http://www.w3.org", "").replace(
         "http://purl.org", ""
     ).replace("http://creativecommons.org", ""), "the page needs no network"
-
-
-def test_percentiles() -> None:
-    values = [float(value) for value in range(100)]
-    assert (percentile(values, 0.5), percentile(values, 0.99)) == (50.0, 99.0)
-    assert percentile([3.0], 0.99) == 3.0

@@ -1,0 +1,114 @@
+"""llama.cpp with the same .gguf file, through the C interface of `llama-cpp-python`: a Peer.
+
+Its arithmetic is that of the file: weights stay quantised, most of them in 4 bits, and are
+multiplied as such, where jpd and transformers make them float32 first. All sequences have a cache
+of their own. Needs the extra `peers`.
+"""
+
+import ctypes
+import importlib
+import os
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpd.errors import ConfigError, Problem
+
+MARGIN_TOKENS = 32
+PROMPT_BATCH = 512
+SEQUENCES = "seq_id"
+"""What llama.cpp calls the sequences of a batch's tokens."""
+
+
+def is_installed() -> bool:
+    return find_spec("llama_cpp") is not None
+
+
+class LlamaCppPeer:
+    """One model; a context for as many sequences as the largest batch has."""
+
+    name = "llama.cpp, 4-bit file"
+
+    def __init__(self, path: Path, num_sequences: int, num_tokens: int) -> None:
+        """Each sequence has room for `num_tokens`. Raises ConfigError for a file it cannot read."""
+        self._lib: Any = importlib.import_module("llama_cpp")
+        self._quiet = self._lib.llama_log_callback(lambda level, text, data: None)
+        self._lib.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        self._lib.llama_backend_init()
+        self._model = self._lib.llama_model_load_from_file(
+            str(path).encode(), self._lib.llama_model_default_params()
+        )
+        if not self._model:
+            rule = "llama.cpp cannot load it"
+            raise ConfigError([Problem("jpd bench peers", "model", str(path), rule)])
+        vocabulary = self._lib.llama_model_get_vocab(self._model)
+        self._vocab_size = self._lib.llama_vocab_n_tokens(vocabulary)
+        self._context = self._new_context(num_sequences, num_tokens + MARGIN_TOKENS)
+        self._batch = self._lib.llama_batch_init(PROMPT_BATCH, 0, 1)
+
+    def _new_context(self, num_sequences: int, num_tokens: int) -> Any:
+        params = self._lib.llama_context_default_params()
+        params.n_ctx = num_sequences * num_tokens
+        params.n_batch = params.n_ubatch = PROMPT_BATCH
+        params.n_seq_max = num_sequences
+        params.kv_unified = False
+        params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+        context = self._lib.llama_init_from_model(self._model, params)
+        if not context:
+            rule = "llama.cpp has no room for that many"
+            raise ConfigError([Problem("jpd bench peers", "sequences", num_sequences, rule)])
+        return context
+
+    def prefill_seconds(self, num_tokens: int, num_prompts: int) -> float:
+        """Prompts one after the other to their first tokens."""
+        self._clear()
+        start = time.perf_counter()
+        for sequence in range(num_prompts):
+            self._prefill(sequence, num_tokens)
+        return time.perf_counter() - start
+
+    def decode_seconds(self, batch: int, context: int, num_steps: int) -> float:
+        """Per step, of rows that all hold `context` tokens before the first."""
+        self._clear()
+        tokens = [self._prefill(sequence, context) for sequence in range(batch)]
+        start = time.perf_counter()
+        for step in range(num_steps):
+            places = range(batch)
+            self._run([(tokens[place], context + step, place, True) for place in places])
+            tokens = [self._choose(place) for place in places]
+        return (time.perf_counter() - start) / num_steps
+
+    def close(self) -> None:
+        self._lib.llama_batch_free(self._batch)
+        self._lib.llama_free(self._context)
+        self._lib.llama_model_free(self._model)
+
+    def _prefill(self, sequence: int, num_tokens: int) -> int:
+        """The first token."""
+        for start in range(0, num_tokens, PROMPT_BATCH):
+            end = min(start + PROMPT_BATCH, num_tokens)
+            self._run([(3 + n % 1000, n, sequence, n == num_tokens - 1) for n in range(start, end)])
+        return self._choose(end - start - 1)
+
+    def _run(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Rows of token, position, sequence, and whether its logits are wanted."""
+        batch, sequences = self._batch, getattr(self._batch, SEQUENCES)
+        batch.n_tokens = len(rows)
+        for place, (token, position, sequence, has_logits) in enumerate(rows):
+            batch.token[place], batch.pos[place] = token, position
+            batch.n_seq_id[place], sequences[place][0] = 1, sequence
+            batch.logits[place] = has_logits
+        status = self._lib.llama_decode(self._context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode: {status}")
+
+    def _choose(self, place: int) -> int:
+        logits = self._lib.llama_get_logits_ith(self._context, place)
+        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+
+    def _clear(self) -> None:
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
