@@ -17,10 +17,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jpd.cache.page_hashes import page_hashes
-from jpd.cache.prefix_log import PrefixChanges, PrefixLog
+from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import RequestError, WorkerLostError
-from jpd.request import FinishReason, PromptLogprobs, TokenLogprobs
 from jpd.worker.protocol import (
     Attempt,
     DecodeEvent,
@@ -30,6 +28,9 @@ from jpd.worker.protocol import (
     UnknownAttemptError,
     WorkerStatus,
 )
+from tests.support.fake_answers import end_of, logprobs_of, max_tokens_of, prompt_logprobs_of
+from tests.support.fake_prefixes import FakePrefixes
+from tests.support.fake_turns import PrefillTurns
 from tests.support.fault_script import Fault, FaultScript, Verb
 
 NextToken = Callable[[Sequence[int], Attempt], int]
@@ -88,17 +89,13 @@ class FakeWorker:
         self.cancelled: deque[str] = deque(maxlen=10_000)
         self.num_unknown = 0
         self._held: dict[str, _Held] = {}
-        self._prefixes: dict[int, None] | None = {} if prefix_cache else None  # page hashes
-        self._log = PrefixLog()
+        self._prefixes = FakePrefixes(page_size) if prefix_cache else None
         self._faults = FaultScript()
         self._lost_reason = ""
         self._draining = False
         self._died, self._moving = asyncio.Event(), asyncio.Event()
         self._moving.set()
-        self._order = itertools.count()
-        self._prefill_queue: list[tuple[int, int]] = []
-        self._prefill_turn_over = asyncio.Condition()
-        self._prefill_busy = False
+        self._turns = PrefillTurns()
         self._room_callbacks: list[Callable[[], None]] = []
         self._last_step_time = 0.0
 
@@ -120,8 +117,7 @@ class FakeWorker:
         self._lost_reason = ""
         self._died.clear()
         if self._prefixes is not None:
-            self._prefixes.clear()
-            self._log = PrefixLog()
+            self._prefixes = FakePrefixes(self.page_size)
         self._tell_room()
 
     def freeze(self) -> None:
@@ -133,10 +129,8 @@ class FakeWorker:
 
     def evict(self, token_ids: Sequence[int], salt: str | None = None) -> None:
         """Forget the pages of this prefix, as a full pool would."""
-        for page_hash in page_hashes(token_ids, self.page_size, salt):
-            if self._prefixes is not None and page_hash in self._prefixes:
-                del self._prefixes[page_hash]
-                self._log.note(page_hash, is_added=False)
+        assert self._prefixes is not None, "it has a prefix cache"
+        self._prefixes.evict(token_ids, salt)
 
     @property
     def num_held(self) -> int:
@@ -164,7 +158,7 @@ class FakeWorker:
         self.attempts["reserve"].append(attempt)
         await self._obey_script("reserve")
         await self._pause(0.0)
-        num_tokens = len(attempt.token_ids) + _max_tokens(attempt)
+        num_tokens = len(attempt.token_ids) + max_tokens_of(attempt)
         num_pages = -(-num_tokens // self.page_size)
         self._check_fits(attempt, num_tokens, num_pages)
         room = self.num_pages - self.num_pages_used
@@ -180,7 +174,7 @@ class FakeWorker:
         held = self._hold_prefill(attempt, is_local)
         started = asyncio.get_running_loop().time()
         try:
-            async with self._prefill_turn(attempt):
+            async with self._turns.take(attempt.priority):
                 queued = asyncio.get_running_loop().time()
                 await self._obey_script("prefill")
                 num_cached = self._match(attempt)
@@ -193,7 +187,7 @@ class FakeWorker:
             raise
         held.num_prefill_tokens = 0
         token_id = self._next_token(attempt.token_ids, attempt)
-        finish_reason = _finish_reason(attempt, 1, token_id)
+        finish_reason = end_of(attempt, 1, token_id)
         if not is_local:
             self._free_after_transfer(attempt.attempt_id)
         await self._pause(self.reply_seconds)
@@ -206,8 +200,8 @@ class FakeWorker:
             num_computed,
             queued - started,
             ended - queued,
-            logprobs=_logprobs(attempt, token_id),
-            prompt_logprobs=_prompt_logprobs(attempt),
+            logprobs=logprobs_of(attempt, token_id),
+            prompt_logprobs=prompt_logprobs_of(attempt),
         )
 
     async def decode(self, attempt_id: str, first_token_id: int) -> AsyncIterator[DecodeEvent]:
@@ -224,11 +218,11 @@ class FakeWorker:
                 if self.emit_stale_events:
                     yield DecodeEvent(f"stale-{attempt_id}", (0,))
                 token_ids.append(self._next_token(token_ids, attempt))
-                finish_reason = _finish_reason(attempt, num_produced, token_ids[-1])
+                finish_reason = end_of(attempt, num_produced, token_ids[-1])
                 if finish_reason is not None:
                     self._remember(token_ids, attempt.cache_salt)
                     self._free(attempt_id)
-                logprobs = _logprobs(attempt, token_ids[-1])
+                logprobs = logprobs_of(attempt, token_ids[-1])
                 yield DecodeEvent(attempt_id, (token_ids[-1],), finish_reason, logprobs=logprobs)
                 if finish_reason is not None:
                     return
@@ -265,13 +259,14 @@ class FakeWorker:
             last_step_time=self._last_step_time,
             roles=self.roles,
             can_prefill=self.can_prefill,
-            incarnation="" if self._prefixes is None else self._log.incarnation,
-            num_prefix_changes=self._log.num_changes,
+            incarnation="" if self._prefixes is None else self._prefixes.incarnation,
+            num_prefix_changes=0 if self._prefixes is None else self._prefixes.num_changes,
         )
 
     async def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
         self._check_alive()
-        return self._log.since(incarnation, sequence, self._prefixes or ())
+        assert self._prefixes is not None, "it was never said that there are any"
+        return self._prefixes.since(incarnation, sequence)
 
     async def drain(self) -> None:
         self._draining = True
@@ -339,28 +334,6 @@ class FakeWorker:
         held.num_prefill_tokens = num_tokens
         return held
 
-    @contextlib.asynccontextmanager
-    async def _prefill_turn(self, attempt: Attempt) -> AsyncIterator[None]:
-        """One prompt at a time, the highest priority first, then the oldest."""
-        key = (-attempt.priority, next(self._order))
-        self._prefill_queue.append(key)
-        try:
-            async with self._prefill_turn_over:
-                await self._prefill_turn_over.wait_for(
-                    lambda: not self._prefill_busy and min(self._prefill_queue) == key
-                )
-                self._prefill_busy = True
-        except BaseException:
-            self._prefill_queue.remove(key)
-            raise
-        try:
-            yield
-        finally:
-            self._prefill_queue.remove(key)
-            self._prefill_busy = False
-            async with self._prefill_turn_over:
-                self._prefill_turn_over.notify_all()
-
     async def _await_transfer(self, held: _Held) -> DecodeEvent:
         self.attempts["transfer"].append(held.attempt)
         await self._obey_script("transfer")
@@ -391,44 +364,14 @@ class FakeWorker:
             callback()
 
     def _match(self, attempt: Attempt) -> int:
-        """Tokens of the longest cached prefix of whole pages; at least one is left to compute."""
-        known = self._prefixes or {}
-        hashes = page_hashes(attempt.token_ids[:-1], self.page_size, attempt.cache_salt)
-        matched = itertools.takewhile(known.__contains__, hashes)
-        return self.page_size * sum(1 for _ in matched)
+        return 0 if self._prefixes is None else self._prefixes.match(attempt)
 
     def _remember(self, token_ids: Sequence[int], salt: str | None) -> None:
         if self._prefixes is not None:
-            for page_hash in page_hashes(token_ids, self.page_size, salt):
-                if page_hash not in self._prefixes:
-                    self._prefixes[page_hash] = None
-                    self._log.note(page_hash, is_added=True)
+            self._prefixes.keep(token_ids, salt)
 
 
 def one_each(**options: Any) -> list[FakeWorker]:
     """The smallest fleet: one prefill and one decode worker with the same options."""
     names: dict[str, Role] = {"prefill-0": "prefill", "decode-0": "decode"}
     return [FakeWorker(name, role, **options) for name, role in names.items()]
-
-
-def _max_tokens(attempt: Attempt) -> int:
-    assert attempt.sampling.max_tokens is not None, "attempts carry resolved sampling"
-    return attempt.sampling.max_tokens
-
-
-def _logprobs(attempt: Attempt, token_id: int) -> tuple[TokenLogprobs, ...]:
-    """Of the token, when it is asked for: minus the token, to be known again."""
-    asked = attempt.sampling.logprobs is not None
-    return (TokenLogprobs(-float(token_id), 1),) if asked else ()
-
-
-def _prompt_logprobs(attempt: Attempt) -> PromptLogprobs:
-    if attempt.sampling.prompt_logprobs is None:
-        return ()
-    return (None, *(TokenLogprobs(-float(token), 1) for token in attempt.token_ids[1:]))
-
-
-def _finish_reason(attempt: Attempt, num_produced: int, token_id: int) -> FinishReason | None:
-    if token_id in attempt.stop_token_ids and num_produced > attempt.sampling.min_tokens:
-        return "stop"
-    return "length" if num_produced >= _max_tokens(attempt) else None
