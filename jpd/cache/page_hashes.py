@@ -7,21 +7,21 @@ router.
 """
 
 from collections.abc import Hashable, Sequence
-from hashlib import blake2b
-from struct import pack, unpack
+from struct import pack
 
-HASH_BYTES, TOKEN_BYTES = 8, 4
+from xxhash import xxh3_64_intdigest
+
+TOKEN_BYTES = 4
 
 
 def root_hash(salt: Hashable) -> int:
     """What stands before the first page of this salt's prompts."""
-    return 0 if salt is None else _number(blake2b(str(salt).encode(), digest_size=HASH_BYTES))
+    return 0 if salt is None else xxh3_64_intdigest(str(salt).encode())
 
 
 def next_hash(parent: int, page_tokens: Sequence[int]) -> int:
     """The hash of a page that follows `parent`."""
-    before = parent.to_bytes(HASH_BYTES, "little")
-    return _number(blake2b(_packed(page_tokens), digest_size=HASH_BYTES, salt=before))
+    return xxh3_64_intdigest(_packed(page_tokens), parent)
 
 
 class PageHashes:
@@ -30,7 +30,7 @@ class PageHashes:
     def __init__(self, token_ids: Sequence[int], page_size: int, salt: Hashable = None) -> None:
         self._token_ids, self._page_size = token_ids, page_size
         self._num_pages = len(token_ids) // page_size
-        self._last = root_hash(salt).to_bytes(HASH_BYTES, "little")
+        self._last = root_hash(salt)
         self._known: list[int] = []
 
     def first(self, count: int) -> Sequence[int]:
@@ -39,13 +39,10 @@ class PageHashes:
         if start < end:
             size, last = self._page_size, self._last
             tokens, width = _packed(self._token_ids[start * size : end * size]), size * TOKEN_BYTES
-            new = []
             for place in range(0, len(tokens), width):
-                page = tokens[place : place + width]
-                last = blake2b(page, digest_size=HASH_BYTES, salt=last).digest()
-                new.append(last)
+                last = xxh3_64_intdigest(tokens[place : place + width], last)
+                self._known.append(last)
             self._last = last
-            self._known += unpack(f"<{len(new)}Q", b"".join(new))
         return self._known
 
     def all(self) -> Sequence[int]:
@@ -60,7 +57,3 @@ def page_hashes(token_ids: Sequence[int], page_size: int, salt: Hashable = None)
 def _packed(token_ids: Sequence[int]) -> bytes:
     """Three times as fast as an array of them is made."""
     return pack(f"<{len(token_ids)}i", *token_ids)
-
-
-def _number(hasher: blake2b) -> int:
-    return int.from_bytes(hasher.digest(), "little")

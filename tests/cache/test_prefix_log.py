@@ -35,7 +35,7 @@ def test_a_page_is_named_by_all_that_stands_before_it() -> None:
 
 
 def test_hashes_are_the_same_in_every_process_for_ever() -> None:
-    assert page_hashes([1, 2, 3, 4], 4) == (11384811893105916616,)
+    assert page_hashes([1, 2, 3, 4], 4) == (8052976908588476977,)
 
 
 def held_pages(pool: Pool, prompt: list[int], salt: str | None) -> tuple[int, ...]:
