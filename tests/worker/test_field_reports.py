@@ -272,24 +272,17 @@ async def test_c12_a_row_that_must_grow_takes_the_room_of_mere_reservations() ->
         await running.assert_at_rest()
 
 
-async def test_g02_transfers_of_a_burst_are_as_fast_at_its_end_as_at_its_beginning() -> None:
-    num_prompts = 64
-    async with fleet(num_pages=40 * num_prompts, slots=num_prompts) as running:
-        client, arrivals = running["decode-0"].client, list[float]()
+async def test_g02_a_burst_of_transfers_takes_no_longer_a_piece_than_a_few() -> None:
+    async def seconds_for(num_prompts: int) -> float:
+        async with fleet(num_pages=40 * num_prompts, slots=num_prompts) as running:
+            prompts = [range(1000 * n, 1000 * n + 100) for n in range(num_prompts)]
+            start = time.monotonic()
+            await asyncio.gather(*(running.run(attempt_of(p, max_tokens=2)) for p in prompts))
+            return time.monotonic() - start
 
-        async def move(number: int) -> None:
-            attempt = attempt_of(range(number, number + 100), max_tokens=2)
-            reservation = await client.reserve(attempt)
-            first = await running["prefill-0"].client.prefill(attempt, reservation)
-            known = time.monotonic()
-            event = await anext(aiter(client.decode(attempt.attempt_id, first.token_id)))
-            arrivals.append(max(0.0, event.kv_complete_time - known))
-            await client.cancel(attempt.attempt_id)
-
-        await asyncio.gather(*(move(1000 * number) for number in range(num_prompts)))
-        early, late = (sorted(arrivals[:32])[16], sorted(arrivals[32:])[16])
-        assert late < 3 * early + 0.05
-        await running.assert_at_rest()
+    few = min([await seconds_for(16) for _ in range(2)])
+    many = min([await seconds_for(64) for _ in range(2)])
+    assert many < 10 * few, "four times as many: what grows with the queue would make it sixteen"
 
 
 async def test_g06_between_two_chunks_every_row_of_the_same_worker_takes_its_step() -> None:
