@@ -1,7 +1,8 @@
 """`jpd bench interference`: what running streams lose while long prompts keep arriving.
 
 1. Two hosts, each pinned to a core: one prefills and one decodes, or both do both.
-2. Four streams alone, then the same streams while one prompt of 2,000 tokens follows another.
+2. Four streams alone, then the same streams while one prompt of 2,000 tokens follows another; and
+   so on in turns, so that their growing context, and what else the machine does, weighs on both.
 3. The gaps between their tokens, alone and under that load: p50, p99, longest, and a picture.
 
 The router shares the first core, so that the second belongs to its host alone. A prompt asks for
@@ -41,15 +42,16 @@ P99_RATIO_TARGET = 1.2
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long each phase is watched."""
+    """How long each phase is watched, and how often each comes."""
 
     warm_seconds: float
     alone_seconds: float
     loaded_seconds: float
+    rounds: int
 
 
-FULL = Effort(warm_seconds=3.0, alone_seconds=30.0, loaded_seconds=60.0)
-QUICK = Effort(warm_seconds=2.0, alone_seconds=8.0, loaded_seconds=16.0)
+FULL = Effort(warm_seconds=3.0, alone_seconds=10.0, loaded_seconds=20.0, rounds=3)
+QUICK = Effort(warm_seconds=2.0, alone_seconds=4.0, loaded_seconds=8.0, rounds=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Gaps:
     alone: tuple[tuple[float, float], ...]  # seconds since the mode's first token, seconds
     loaded: tuple[tuple[float, float], ...]
     prompts: tuple[float, ...]  # when each long prompt had its first token
-    load_start: float
+    loaded_seconds: float  # of all rounds together
 
 
 class Delta(Protocol):
@@ -105,6 +107,7 @@ async def measure_gaps(mode: str, server: Streams, vocab_size: int, effort: Effo
         return [int(token) for token in draw.integers(0, vocab_size, num_tokens)]
 
     times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
+    arrivals, loads = list[float](), list[tuple[float, float]]()
     async with asyncio.TaskGroup() as group:
         streams = [
             group.create_task(_stream(server, prompt(STREAM_PROMPT_TOKENS), stream_times))
@@ -113,21 +116,26 @@ async def measure_gaps(mode: str, server: Streams, vocab_size: int, effort: Effo
         while not all(times):
             await asyncio.sleep(0.05)
         await asyncio.sleep(effort.warm_seconds)
-        start = time.monotonic()
-        await asyncio.sleep(effort.alone_seconds)
-        load_start = time.monotonic()
-        arrivals: list[float] = []
-        while time.monotonic() < load_start + effort.loaded_seconds:
-            await _stream(server, prompt(PROMPT_TOKENS), arrivals, max_tokens=1)
-        end = time.monotonic()
+        origin = time.monotonic()
+        for _ in range(effort.rounds):
+            await asyncio.sleep(effort.alone_seconds)
+            load_start = time.monotonic()
+            while time.monotonic() < load_start + effort.loaded_seconds:
+                await _stream(server, prompt(PROMPT_TOKENS), arrivals, max_tokens=1)
+            loads.append((load_start, time.monotonic()))
         for stream in streams:
             stream.cancel()
+    found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for begin, end in _gaps(times):
+        is_loaded = any(begin < load_end and load_start < end for load_start, load_end in loads)
+        if origin <= begin and (is_loaded or end < loads[-1][1]):
+            found[is_loaded].append((end - origin, end - begin))
     return Gaps(
         mode,
-        _between(times, start, start, load_start),
-        _between(times, start, load_start, end),
-        tuple(arrival - start for arrival in arrivals),
-        load_start - start,
+        tuple(found[False]),
+        tuple(found[True]),
+        tuple(arrival - origin for arrival in arrivals),
+        sum(load_end - load_start for load_start, load_end in loads),
     )
 
 
@@ -142,17 +150,10 @@ async def _stream(
         times += [time.monotonic()] * len(delta.token_ids)
 
 
-def _between(
-    times: Sequence[Sequence[float]], origin: float, start: float, end: float
-) -> tuple[tuple[float, float], ...]:
-    """Gaps that ended in this span, of all streams."""
-    gaps = [
-        (later - origin, later - earlier)
-        for stream in times
-        for earlier, later in zip(stream, stream[1:], strict=False)
-        if start <= later < end
-    ]
-    return tuple(sorted(gaps))
+def _gaps(times: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """Begin and end of each gap of all streams, in the order of their ends."""
+    gaps = [gap for stream in times for gap in zip(stream, stream[1:], strict=False)]
+    return sorted(gaps, key=lambda gap: gap[1])
 
 
 def gap_results(gaps: Gaps) -> list[Result]:
@@ -171,8 +172,7 @@ def gap_results(gaps: Gaps) -> list[Result]:
         [g for _, g in gaps.alone], 0.99
     )
     results.append(Result(f"{gaps.mode}: ITL p99 under load / alone", ratio, "x", target))
-    span = gaps.loaded[-1][0] - gaps.load_start
-    rate = len(gaps.prompts) * PROMPT_TOKENS / span
+    rate = len(gaps.prompts) * PROMPT_TOKENS / gaps.loaded_seconds
     results.append(Result(f"{gaps.mode}: prompts under way", rate, "tokens/s"))
     return results
 

@@ -21,7 +21,7 @@ from jpd.bench.interference import (
 from jpd.bench.report import write_report
 from jpd.config import DeploymentConfig
 
-EFFORT = Effort(warm_seconds=0.05, alone_seconds=0.3, loaded_seconds=0.3)
+EFFORT = Effort(warm_seconds=0.05, alone_seconds=0.15, loaded_seconds=0.15, rounds=2)
 STEP_SECONDS, STALL_SECONDS = 0.005, 0.05
 
 

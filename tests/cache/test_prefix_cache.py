@@ -131,29 +131,6 @@ def test_d06_different_salts_share_nothing_and_equal_ones_do() -> None:
     assert pool.serve(prompt, salt="b") == 8
 
 
-def test_h02_branches_that_are_gone_leave_the_tree_as_it_was() -> None:
-    chance, base = random.Random(2), tokens(*range(100, 140))
-    pool = Pool(400, retain_seconds=5.0)
-    pool.serve(base)
-    for round_number in range(20):
-        for branch in range(50):
-            depth = chance.randrange(1, 40) * PAGE
-            pool.serve([*base[:depth], *tokens(10_000 + 50 * round_number + branch)])
-        assert pool.cache.num_pages == 40 + 50
-        held = pool.cache.match([*base, 0])
-        pool.now += 6.0
-        pool.cache.expire()
-        pool.allocator.free(held)
-        pool.cache.check_integrity()
-        assert pool.cache.num_pages == len(list(nodes_below(pool.cache._roots[None]))) == 40
-
-
-def nodes_below(node):
-    for child in node.children.values():
-        yield child
-        yield from nodes_below(child)
-
-
 def test_clear_keeps_held_pages_with_their_holders() -> None:
     pool = Pool(8)
     pool.serve(tokens(1, 2))
