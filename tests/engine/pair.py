@@ -63,6 +63,25 @@ class Pair:
         pages = self.target_pages[done.attempt_id]
         return DecodeRow(done.attempt_id, pages, done.token_id, task.token_ids, task.sampling)
 
+    def prefill_all(self) -> list[PrefillDone]:
+        """Every prompt added, with its pages moved."""
+        finished: list[PrefillDone] = []
+        while self.prefill.has_work:
+            finished += self.prefill.step()
+            self.pull()
+        return finished
+
+    def decode_all(self, finished: list[PrefillDone]) -> dict[str, list[int]]:
+        """All rows together from the first step to the last; slots in the order given."""
+        tokens = {done.attempt_id: [done.token_id] for done in finished}
+        for done in finished:
+            self.decode.insert(self.row(done))
+        while self.decode.has_work:
+            for step in self.decode.step():
+                tokens[step.attempt_id] += step.token_ids
+        self._give_back()
+        return tokens
+
     def run(self) -> dict[str, list[int]]:
         """Everything added, to its end; rows join the batch as they become ready."""
         tokens: dict[str, list[int]] = {}
@@ -74,8 +93,11 @@ class Pair:
                 self.decode.insert(self.row(done))
             for step in self.decode.step():
                 tokens[step.attempt_id] += step.token_ids
+        self._give_back()
+        return tokens
+
+    def _give_back(self) -> None:
         for pages in self.target_pages.values():
             self.target.allocator.free(pages)
         self.target_pages.clear()
         assert self.source.allocator.num_held == self.target.allocator.num_held == 0
-        return tokens

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jpd.cache.kv_cache import KVCache, KVSpec
 from jpd.cache.page_allocator import PageAllocator
@@ -88,16 +89,23 @@ def make_rig(
     first_device: int = 0,
     chunk: int = CHUNK,
     *,
-    expert: int = 1,
     engine: EngineConfig | None = None,
 ) -> Rig:
-    """A rig on `tensor` x `expert` devices from first_device on."""
-    config = golden_config(name)
-    devices = jax.devices()[first_device : first_device + tensor * expert]
-    mesh = make_worker_mesh(
-        devices, tensor=tensor, expert=expert, num_cached_heads=config.num_cached_heads
-    )
+    """A rig on `tensor` devices from first_device on."""
     engine = engine or EngineConfig(prefill_chunk=chunk, max_model_len=MAX_LEN)
+    return make_rigs(name, [make_mesh(name, tensor, 1, first_device)], engine)[0]
+
+
+def make_mesh(name: str, tensor: int, expert: int, first_device: int) -> Mesh:
+    """Of `tensor` x `expert` devices from first_device on."""
+    heads = golden_config(name).num_cached_heads
+    devices = jax.devices()[first_device : first_device + tensor * expert]
+    return make_worker_mesh(devices, tensor=tensor, expert=expert, num_cached_heads=heads)
+
+
+def make_rigs(name: str, meshes: Sequence[Mesh], engine: EngineConfig) -> list[Rig]:
+    """One on each mesh; the weights are read once for all."""
+    config = golden_config(name)
     buckets = ShapeBuckets.from_config(
         engine, CacheConfig(page_size=PAGE), engine.served_len(MAX_LEN)
     )
@@ -109,11 +117,18 @@ def make_rig(
         kv_width=config.kv_width,
         dtype=np.float32,
     )
-    functions = ModelFunctions(config, np.float32, mesh, spec, buckets, NUM_SLOTS)
     source = open_model(str(GOLDEN / name)).source
     assert source is not None
-    (leaves,) = load_params(source, config, abstract_params(config, np.float32), [mesh], np.float32)
-    return Rig(functions, KVCache(spec, mesh), leaves)
+    abstract = abstract_params(config, np.float32)
+    loaded = load_params(source, config, abstract, meshes, np.float32)
+    return [
+        Rig(
+            ModelFunctions(config, np.float32, mesh, spec, buckets, NUM_SLOTS),
+            KVCache(spec, mesh),
+            leaves,
+        )
+        for mesh, leaves in zip(meshes, loaded, strict=True)
+    ]
 
 
 rig = functools.cache(make_rig)

@@ -17,6 +17,7 @@ SAMPLING = SamplingParams(temperature=0.0, max_tokens=8)
 LENGTHS = (20, 61, 9, 33)
 
 
+@pytest.mark.field_report("D10")
 @pytest.mark.parametrize("num_rows", range(1, NUM_SLOTS + 1))
 def test_d13_every_lane_of_a_batch_is_right(num_rows: int) -> None:
     on, rows, wanted = rig("llama3"), [], {}
