@@ -17,6 +17,11 @@ from jpd.toml_reader import Table, read_toml
 MAX_PARAMS = 1 << 50
 
 
+NULL = "null"
+"""What stands in [config] for a null of config.json: TOML has none, and a missing key is another
+thing."""
+
+
 @dataclass(frozen=True, slots=True)
 class CardWeights:
     """Where the weights are: at most one of the first two; `huggingface` is for people to read."""
@@ -59,6 +64,7 @@ def read_card(path: Path) -> ModelCard:
     if problems:
         raise ConfigError(problems)
     table = dict(config) if isinstance(config, Mapping) else {}
+    table = {key: None if value == NULL else value for key, value in table.items()}
     return ModelCard(path, name, source, num_params, table, weights)
 
 

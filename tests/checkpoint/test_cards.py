@@ -83,6 +83,12 @@ def test_every_card_is_checked_against_every_mesh(
             assert plan.num_params == describe(config, jnp.bfloat16).num_params
 
 
+def test_a_null_of_config_json_can_be_told() -> None:
+    """Mistral 7B has had no window since v0.2; a missing one would be that of v0.1."""
+    config = open_model(str(ROOT / "models" / "mistral-7b.toml"), need_weights=False).config
+    assert {layer.sliding_window for layer in config.layers} == {None}
+
+
 @pytest.mark.parametrize("line", ['weights = "int8"', '[weights]\nformat = "int8"'])
 def test_a_card_may_ask_for_int8(tmp_path: Path, line: str) -> None:
     text = (ROOT / "models" / "llama-3.1-8b.toml").read_text()
