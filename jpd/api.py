@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jpd.checkpoint.model_source import Model, open_model
+from jpd.checkpoint.model_source import GenerationConfig, Model, open_model
 from jpd.checkpoint.progress import ProgressCallback
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
@@ -75,6 +75,7 @@ def launch(
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
     weights: WeightFormat | None = None,
+    generation_config: GenerationConfig = "auto",
     engine: Mapping[str, object] | None = None,
     cache: Mapping[str, object] | None = None,
     router: Mapping[str, object] | None = None,
@@ -88,16 +89,23 @@ def launch(
     `model` is a card, a Hugging Face or Orbax folder or a .gguf file; `mesh` a mesh file or its
     bare name. `tool_call_parser` names how the model writes calls of functions: hermes, llama3 or
     mistral; None: as its chat template has it. `weights` is "int8" or None, as the card or the
-    checkpoint has it. `engine`, `cache` and `router` override keys of those tables of the mesh
-    file. `progress` hears how far the weights are. `transfer_wrapper` is for tests of faults;
-    `can_prefill_locally` lets `disaggregate=False` work on every decode worker. `tracer_provider`,
-    of OpenTelemetry's SDK, gets a span for each request and its phases (extra `otel`); it stays the
-    caller's to shut down. Raises ConfigError with every problem found, before any weight is read.
+    checkpoint has it. `generation_config` off: what requests leave out has jpd's own defaults, not
+    those of the model's generation_config.json. `engine`, `cache` and `router` override keys of
+    those tables of the mesh file. `progress` hears how far the weights are. `transfer_wrapper` is
+    for tests of faults; `can_prefill_locally` lets `disaggregate=False` work on every decode
+    worker. `tracer_provider`, of OpenTelemetry's SDK, gets a span for each request and its phases
+    (extra `otel`); it stays the caller's to shut down. Raises ConfigError with every problem found,
+    before any weight is read.
     """
     deployment = mesh if isinstance(mesh, DeploymentConfig) else load_deployment(mesh)
     deployment = _override(deployment, {"engine": engine, "cache": cache, "router": router})
     if not isinstance(model, Model):
-        model = open_model(model, chat_template=chat_template, weights=weights)
+        model = open_model(
+            model,
+            chat_template=chat_template,
+            weights=weights,
+            generation_config=generation_config,
+        )
     plan = plan_deployment(model.config, deployment, sizes_memory=False)
     start_fleet = partial(
         launch_fleet,

@@ -1,15 +1,22 @@
 """`jpd check`: the report of a good pair of model and mesh file, as tables on the terminal.
 
-Only lays out what `jpd.planner` has worked out.
+Only lays out what `jpd.planner` has worked out, and looks at the weights' headers where there are
+weights.
 """
 
 import argparse
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from jpd.checkpoint.layout import param_refs
+from jpd.checkpoint.model_source import Model, are_weights_here
+from jpd.checkpoint.orbax_source import OrbaxSource
 from jpd.cli_pair import add_pair_arguments, load_pair, make_console
 from jpd.config import CacheConfig
+from jpd.errors import ConfigError, Problem
+from jpd.nn.params import abstract_params
 from jpd.planner.deployment_plan import DeploymentPlan, PairPlan, plan_deployment
 from jpd.planner.roofline import seed_rates
 from jpd.planner.worker_plan import GIB
@@ -25,10 +32,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    model, deployment = load_pair(options, need_weights=False)
-    plan = plan_deployment(model.config, deployment)
+    model, deployment = load_pair(options, need_weights=are_weights_here(options.model))
+    problems = _tensor_problems(model)
+    try:
+        plan = plan_deployment(model.config, deployment)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from error
+    if problems:
+        raise ConfigError(problems)
     print_report(plan, model.name, make_console())
     return 0
+
+
+def _tensor_problems(model: Model) -> Sequence[Problem]:
+    """Names and shapes of tensors that are here; their numbers are read when they are loaded."""
+    if model.source is None or isinstance(model.source, OrbaxSource):  # which starts JAX for it
+        return ()
+    try:
+        param_refs(model.source, model.config, abstract_params(model.config, "float32"))
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def print_report(plan: DeploymentPlan, model_name: str, console: Console) -> None:

@@ -3,7 +3,7 @@
 import argparse
 
 from jpd.api import launch
-from jpd.cli_pair import add_pair_arguments, load_pair, parse_prompt
+from jpd.cli_pair import add_generation_argument, add_pair_arguments, load_pair, parse_prompt
 from jpd.cli_progress import ProgressLine
 from jpd.frontend.job import check_fits
 from jpd.frontend.prompts import encode, read_prompts
@@ -15,6 +15,7 @@ HELP = "continue prompts and print the text"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
+    add_generation_argument(parser)
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default 64")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy"
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed
     )
     prompts = read_prompts([parse_prompt(prompt) for prompt in options.prompts])
-    model, deployment = load_pair(options)
+    model, deployment = load_pair(options, generation_config=options.generation_config)
     served = served_model(model, deployment)
     for encoded in encode(prompts, served, add_special_tokens=True):
         check_fits(encoded, sampling, served)  # now, not after the weights are loaded

@@ -7,7 +7,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from jpd.checkpoint.model_source import Model, open_model
+from jpd.checkpoint.model_source import GenerationConfig, Model, open_model
 from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem, RequestError
 from jpd.mesh_file import load_deployment
@@ -42,10 +42,27 @@ def add_weights_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_generation_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--generation-config",
+        choices=get_args(GenerationConfig),
+        default="auto",
+        help="auto (the default): what requests leave out is as the model's generation_config.json "
+        "recommends; off: jpd's own defaults",
+    )
+
+
 def load_pair(
-    options: argparse.Namespace, *, need_weights: bool = True, chat_template: str | None = None
+    options: argparse.Namespace,
+    *,
+    need_weights: bool = True,
+    chat_template: str | None = None,
+    generation_config: GenerationConfig = "off",
 ) -> tuple[Model, DeploymentConfig]:
-    """Open both. Raises ConfigError with the problems of both."""
+    """Open both. Raises ConfigError with the problems of both.
+
+    What compares or measures takes no settings of the model's authors: it is given its own.
+    """
     problems: list[Problem] = []
     deployment: DeploymentConfig | None = None
     model: Model | None = None
@@ -58,6 +75,7 @@ def load_pair(
             options.model,
             chat_template=chat_template,
             weights=options.weights,
+            generation_config=generation_config,
             need_weights=need_weights,
         )
     except ConfigError as error:

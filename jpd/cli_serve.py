@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpd.api import LOOPBACK, launch
-from jpd.cli_pair import add_pair_arguments, load_pair
+from jpd.cli_pair import add_generation_argument, add_pair_arguments, load_pair
 from jpd.cli_progress import ProgressLine
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.border import DEFAULT_MAX_CALLS
@@ -35,6 +35,7 @@ API_KEY_VARIABLE = "JPD_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
+    add_generation_argument(parser)
     parser.add_argument(
         "--host", default=LOOPBACK, metavar="H", help=f"address to listen on, default {LOOPBACK}"
     )
@@ -153,7 +154,14 @@ def run(options: argparse.Namespace) -> int:
     if options.timeline is not None:
         _check_writable(options.timeline)
     tracing = open_otlp(options.otlp_endpoint, os.environ, jpd_version())
-    model, deployment = load_pair(options, chat_template=options.chat_template)
+    model, deployment = load_pair(
+        options,
+        chat_template=options.chat_template,
+        generation_config=options.generation_config,
+    )
+    if recommended := model.generation.given():
+        message = "requests that leave them out have the model's own: %s (--generation-config)"
+        logging.getLogger("jpd").info(message, recommended)
     if options.insecure:
         security = dataclasses.replace(deployment.security, insecure=True)
         deployment = dataclasses.replace(deployment, security=security)

@@ -151,12 +151,14 @@ def test_wrong_arguments_name_the_field(server: Server) -> None:
 def test_defaults_are_those_of_the_models_authors(
     model: Model, deployment: DeploymentConfig, fleet: FakeFleet
 ) -> None:
-    recommended = replace(model, generation=GenerationDefaults(temperature=0.6, top_k=64))
+    defaults = GenerationDefaults(temperature=0.6, top_k=64, repetition_penalty=1.1)
+    recommended = replace(model, generation=defaults)
     with Server(recommended, deployment, lambda: fleet) as server:
         server.generate("a", max_tokens=1)
         server.generate("a", max_tokens=1, temperature=0.0)
     sampling = [attempt.sampling for attempt in fleet.decode.attempts["reserve"]]
-    assert [(item.temperature, item.top_k) for item in sampling] == [(0.6, 64), (0.0, 64)]
+    found = [(item.temperature, item.top_k, item.repetition_penalty) for item in sampling]
+    assert found == [(0.6, 64, 1.1), (0.0, 64, 1.1)]
 
 
 def test_serve_opens_both_doors_and_close_shuts_them(

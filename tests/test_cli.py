@@ -1,17 +1,23 @@
 """The command line's borders: exit codes, messages, and what `check` prints without any device."""
 
+import json
+import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from jpd import cli_generate, cli_serve, cli_verify
+from jpd.checkpoint.model_source import Model
 from jpd.cli import build_parser, main
 from jpd.cli_verify import compare_greedy, first_difference, read_golden, read_prompts
-from jpd.errors import ConfigError, RequestError
+from jpd.errors import ConfigError, RequestError, WorkerError
 
 
 def run_jpd(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -107,6 +113,45 @@ def test_no_traceback_when_the_reader_goes_away(repo: Path, golden_llama3: Path)
     command = f"{sys.executable} -m jpd check --model {golden_llama3} --mesh 1p1d-cpu | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=repo, timeout=60)
     assert "Traceback" not in done.stderr
+
+
+RECOMMENDED = {"temperature": 0.6, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "given"),
+    [
+        (cli_serve, ["--http-port", "0", "--grpc-port", "0"], RECOMMENDED),
+        (cli_serve, ["--http-port", "0", "--grpc-port", "0", "--generation-config", "off"], {}),
+        (cli_generate, ["[1]"], RECOMMENDED),
+        (cli_generate, ["[1]", "--generation-config", "off"], {}),
+        (cli_verify, [], {}),  # greedy is greedy
+    ],
+)
+def test_only_who_answers_people_takes_what_the_models_authors_recommend(
+    module: ModuleType,
+    arguments: list[str],
+    given: dict[str, float],
+    golden_llama3: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "jpd")  # as serve sets it: back to what it was afterwards
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    shutil.copytree(golden_llama3, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps(RECOMMENDED))
+    seen = []
+
+    def launch(model: Model, *_: object, **__: object) -> None:
+        seen.append(model.generation.given())
+        raise WorkerError("prefill-0", "nothing starts here")
+
+    monkeypatch.setattr(module, "launch", launch)
+    command = module.__name__.rpartition("_")[2]
+    pair = ["--model", str(tmp_path), "--mesh", "1p1d-cpu"]
+    assert main([command, *pair, *arguments]) == 1
+    assert seen == [given]
 
 
 def test_first_difference() -> None:

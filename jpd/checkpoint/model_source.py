@@ -9,9 +9,9 @@ Called by the command line, the launcher and the planner.
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jpd.chat_template import ChatTemplates
 from jpd.checkpoint.card import ModelCard, card_folders, find_card, read_card
@@ -30,10 +30,11 @@ from jpd.checkpoint.package_weights import (
 from jpd.checkpoint.safetensors_source import open_safetensors
 from jpd.checkpoint.sentencepiece_tokenizer import SentencePieceTokenizer, load_sentencepiece_file
 from jpd.checkpoint.source import TensorSource
-from jpd.errors import ConfigError, Problem
+from jpd.errors import ConfigError, Problem, RequestError
 from jpd.nn.config import DecoderConfig, WeightFormat
 from jpd.nn.families import config_from_hf
 from jpd.nn.families.quantization import quantization_of
+from jpd.request import SamplingParams
 from jpd.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -44,10 +45,14 @@ from jpd.tokenizer import (
 
 logger = logging.getLogger(__name__)
 
+GENERATION_NAME = "generation_config.json"
 EMBEDDINGS = "model.embed_tokens.weight"
 
 WeightSource = TensorSource | OrbaxSource
 """What `load_params` takes."""
+
+GenerationConfig = Literal["auto", "off"]
+"""Whether the sampling settings of generation_config.json are the defaults of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,11 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    do_sample: bool | None = None
+    repetition_penalty: float | None = None
+
+    def given(self) -> dict[str, float | int]:
+        """Those they do say, as fields of SamplingParams."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +98,15 @@ def open_model(
     *,
     chat_template: str | None = None,
     weights: WeightFormat | None = None,
+    generation_config: GenerationConfig = "auto",
     need_weights: bool = True,
 ) -> Model:
     """Open the model that `spec` names. Raises ConfigError with everything that is wrong with it.
 
     `chat_template` is a file that replaces the model's own template; `weights` how matrices are to
-    be held, None: as the card or the checkpoint has it. Without `need_weights` only the
-    configuration is read: `source` and `tokenizer` are None.
+    be held, None: as the card or the checkpoint has it; `generation_config` off: without the
+    sampling settings that its authors recommend. Without `need_weights` only the configuration is
+    read: `source` and `tokenizer` are None.
     """
     path = Path(spec).expanduser()
     if path.suffix == ".toml" and path.is_file():
@@ -111,9 +122,19 @@ def open_model(
         model = _from_card(read_card(card), spec, need_weights)
     if weights is not None:
         model = with_weights(model, weights)
+    if generation_config == "off":
+        model = replace(model, generation=GenerationDefaults())
     if chat_template is not None:
         model = replace(model, tokenizer=_with_template(model, Path(chat_template)))
     return model
+
+
+def are_weights_here(spec: str) -> bool:
+    """Whether `spec` is a folder or file with weights in it, not a card or only a configuration."""
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return is_orbax_folder(path) or any(path.glob("*.safetensors"))
+    return path.is_file() and path.suffix != ".toml"
 
 
 def _not_found(spec: str) -> Problem:
@@ -208,7 +229,7 @@ def _from_folder(folder: Path, spec: str, need_weights: bool = True) -> Model:
     name = folder.resolve().name
     if not need_weights:
         return _model(name, spec, config, raw)
-    generation = _read_json(folder / "generation_config.json")
+    generation = _read_json(folder / GENERATION_NAME)
     model = _model(name, spec, config, raw, _folder_tokenizer(folder), generation, str(folder))
     return replace(model, source=_folder_source(folder, raw))
 
@@ -266,7 +287,7 @@ def _model(
         tokenizer.eos_token_ids if tokenizer is not None else (),
     )
     known = tuple(token_id for token_id in eos_ids if 0 <= token_id < config.vocab_size)
-    defaults = _generation_defaults(generation)
+    defaults = _generation_defaults(generation, f"{file}/{GENERATION_NAME}")
     return Model(name, spec, config, None, tokenizer, known, defaults, raw_config=raw)
 
 
@@ -279,20 +300,21 @@ def _ids(value: Any) -> list[int]:
     return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
 
 
-def _generation_defaults(values: Mapping[str, Any]) -> GenerationDefaults:
-    def number(key: str) -> float | None:
-        value = values.get(key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if is_number and value is not None else None
-
-    top_k, do_sample = number("top_k"), values.get("do_sample")
-    return GenerationDefaults(
-        temperature=number("temperature"),
-        top_p=number("top_p"),
-        top_k=None if top_k is None else int(top_k),
-        min_p=number("min_p"),
-        do_sample=do_sample if isinstance(do_sample, bool) else None,
-    )
+def _generation_defaults(values: Mapping[str, Any], file: str) -> GenerationDefaults:
+    """Raises ConfigError: each request that leaves a field out would be refused for it."""
+    names = [item.name for item in fields(GenerationDefaults)]
+    given = {name: values[name] for name in names if values.get(name) is not None}
+    if given.get("top_k") == -1:  # another way to say off
+        given["top_k"] = 0
+    problems = []
+    for name, value in given.items():
+        try:
+            SamplingParams(**{name: value})
+        except RequestError as error:
+            problems.append(Problem(file, name, value, error.rule))
+    if problems:
+        raise ConfigError(problems)
+    return GenerationDefaults(**given)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: DecoderConfig, file: str) -> None:

@@ -204,8 +204,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             continue
         entries[name] = _Entry(path, info, data_start + span[0])
         spans.append((*span, name))
-    problems.extend(_overlaps(path, spans))
-    problems.extend(_cut_off(path, spans, data_bytes))
+    if not problems:  # or an entry that was refused would be told again as a gap
+        problems = [*_overlaps(path, spans), *_cut_off(path, spans, data_bytes)]
     if problems:
         raise ConfigError(problems)
     used_bytes = max((end for _, end, _ in spans), default=0)

@@ -14,11 +14,6 @@ def served_model(
     model: Model, deployment: DeploymentConfig, tool_call_parser: str | None = None
 ) -> ServedModel:
     """What the doors know of the model, with the recommendations of its authors as defaults."""
-    recommended = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "min_p")
-        if (value := getattr(model.generation, name)) is not None
-    }
     return ServedModel(
         name=model.name,
         tokenizer=model.tokenizer,
@@ -26,7 +21,7 @@ def served_model(
         max_model_len=deployment.engine.served_len(model.config.max_len),
         short_context=model.config.short_context,
         eos_token_ids=model.eos_token_ids,
-        default_sampling=recommended,
+        default_sampling=model.generation.given(),
         tool_format=_tool_format(model, tool_call_parser),
     )
 

@@ -89,12 +89,20 @@ def test_f09_eos_ids_of_all_files_are_merged(folder: Path) -> None:
 
 
 def test_generation_defaults(folder: Path) -> None:
-    assert open_model(str(folder)).generation == GenerationDefaults()
-    set_json(
-        folder / "generation_config.json", temperature=0.6, top_p=0.9, top_k=64, do_sample=True
-    )
-    found = open_model(str(folder)).generation
-    assert found == GenerationDefaults(temperature=0.6, top_p=0.9, top_k=64, do_sample=True)
+    assert open_model(str(folder)).generation.given() == {}
+    path = folder / "generation_config.json"
+    set_json(path, temperature=0.6, top_p=0.9, top_k=-1, repetition_penalty=1.1, do_sample=True)
+    given = {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1}
+    assert open_model(str(folder)).generation == GenerationDefaults(**given)
+    assert open_model(str(folder)).generation.given() == given
+    assert open_model(str(folder), generation_config="off").generation.given() == {}
+
+
+def test_a_default_that_every_request_would_be_refused_for(folder: Path) -> None:
+    set_json(folder / "generation_config.json", temperature="warm", top_p=2)
+    message = refusal(lambda: open_model(str(folder)))
+    assert f"{folder}/generation_config.json: temperature = 'warm': must be" in message
+    assert "top_p = 2: must be" in message
 
 
 def test_a_tokenizer_that_exceeds_the_embedding_is_refused(folder: Path) -> None:
