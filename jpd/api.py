@@ -24,7 +24,6 @@ import numpy.typing as npt
 from jpd.checkpoint.model_source import GenerationConfig, Model, open_model
 from jpd.checkpoint.progress import ProgressCallback
 from jpd.config import DeploymentConfig
-from jpd.errors import ConfigError, Problem
 from jpd.frontend.backend import Backend
 from jpd.frontend.batch_progress import batch_progress
 from jpd.frontend.border import DEFAULT_MAX_CALLS
@@ -50,7 +49,7 @@ from jpd.launch.fleet import Fleet
 from jpd.launch.inprocess import TransferWrapper
 from jpd.launch.launchers import RunningFleet, launch_fleet
 from jpd.launch.orders import read_token
-from jpd.mesh_file import load_deployment, resolve_platform
+from jpd.mesh_file import load_deployment, with_overrides
 from jpd.metrics import Metrics
 from jpd.nn.config import WeightFormat
 from jpd.planner.deployment_plan import plan_deployment
@@ -98,7 +97,7 @@ def launch(
     before any weight is read.
     """
     deployment = mesh if isinstance(mesh, DeploymentConfig) else load_deployment(mesh)
-    deployment = _override(deployment, {"engine": engine, "cache": cache, "router": router})
+    deployment = with_overrides(deployment, {"engine": engine, "cache": cache, "router": router})
     if not isinstance(model, Model):
         model = open_model(
             model,
@@ -386,23 +385,3 @@ class Server:
         if self._backend is None:
             raise RuntimeError("the server is not running: use it in `with`, or call start()")
         return self._backend
-
-
-def _override(
-    deployment: DeploymentConfig, tables: Mapping[str, Mapping[str, object] | None]
-) -> DeploymentConfig:
-    """The deployment with keys of its tables replaced. Raises ConfigError for unknown keys."""
-    problems = []
-    changed: dict[str, object] = {}
-    for name, values in tables.items():
-        table = getattr(deployment, name)
-        known = {field.name for field in dataclasses.fields(table)}
-        for key, value in (values or {}).items():
-            if key not in known:
-                rule = f"is not a key of [{name}]"
-                problems.append(Problem("launch()", f"{name}.{key}", value, rule))
-        if values and not problems:
-            changed[name] = dataclasses.replace(table, **values)
-    if problems:
-        raise ConfigError(problems)
-    return resolve_platform(dataclasses.replace(deployment, **changed)) if changed else deployment  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 import argparse
 
 from jpd.api import launch
-from jpd.cli_pair import add_generation_argument, add_pair_arguments, load_pair, parse_prompt
+from jpd.cli_pair import add_pair_arguments, load_pair, parse_prompt
 from jpd.cli_progress import ProgressLine
 from jpd.frontend.job import check_fits
 from jpd.frontend.prompts import encode, read_prompts
@@ -14,8 +14,7 @@ HELP = "continue prompts and print the text"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_pair_arguments(parser)
-    add_generation_argument(parser)
+    add_pair_arguments(parser, answers_people=True)
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default 64")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy"

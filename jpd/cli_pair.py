@@ -17,7 +17,7 @@ PIPE_WIDTH = 160
 """Columns of a report that goes to a file or another program."""
 
 
-def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+def add_pair_arguments(parser: argparse.ArgumentParser, *, answers_people: bool = False) -> None:
     parser.add_argument(
         "--model",
         required=True,
@@ -31,6 +31,14 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         help="a mesh file, or the name of one in mesh_configs/",
     )
     add_weights_argument(parser)
+    if answers_people:
+        parser.add_argument(
+            "--generation-config",
+            choices=get_args(GenerationConfig),
+            default="auto",
+            help="auto (the default): what requests leave out is as the model's "
+            "generation_config.json recommends; off: jpd's own defaults",
+        )
 
 
 def add_weights_argument(parser: argparse.ArgumentParser) -> None:
@@ -39,16 +47,6 @@ def add_weights_argument(parser: argparse.ArgumentParser) -> None:
         choices=get_args(WeightFormat),
         help="how matrices are held: int8 has one scale per output channel; default: as the card "
         "or the checkpoint has it",
-    )
-
-
-def add_generation_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--generation-config",
-        choices=get_args(GenerationConfig),
-        default="auto",
-        help="auto (the default): what requests leave out is as the model's generation_config.json "
-        "recommends; off: jpd's own defaults",
     )
 
 

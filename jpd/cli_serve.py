@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpd.api import LOOPBACK, launch
-from jpd.cli_pair import add_generation_argument, add_pair_arguments, load_pair
+from jpd.checkpoint.model_source import Model
+from jpd.cli_pair import add_pair_arguments, load_pair
 from jpd.cli_progress import ProgressLine
+from jpd.config import DeploymentConfig
 from jpd.errors import ConfigError, Problem
 from jpd.frontend.border import DEFAULT_MAX_CALLS
 from jpd.frontend.door_security import DoorSecurity
@@ -34,8 +36,7 @@ API_KEY_VARIABLE = "JPD_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_pair_arguments(parser)
-    add_generation_argument(parser)
+    add_pair_arguments(parser, answers_people=True)
     parser.add_argument(
         "--host", default=LOOPBACK, metavar="H", help=f"address to listen on, default {LOOPBACK}"
     )
@@ -154,17 +155,7 @@ def run(options: argparse.Namespace) -> int:
     if options.timeline is not None:
         _check_writable(options.timeline)
     tracing = open_otlp(options.otlp_endpoint, os.environ, jpd_version())
-    model, deployment = load_pair(
-        options,
-        chat_template=options.chat_template,
-        generation_config=options.generation_config,
-    )
-    if recommended := model.generation.given():
-        message = "requests that leave them out have the model's own: %s (--generation-config)"
-        logging.getLogger("jpd").info(message, recommended)
-    if options.insecure:
-        security = dataclasses.replace(deployment.security, insecure=True)
-        deployment = dataclasses.replace(deployment, security=security)
+    model, deployment = _load(options)
     print(f"loading {model.name} on {deployment.file} ...", file=sys.stderr, flush=True)
     server = launch(
         model,
@@ -198,6 +189,21 @@ def run(options: argparse.Namespace) -> int:
         if options.timeline is not None:
             options.timeline.write_text(json.dumps(chrome_trace(server.trace.requests())))
     return 0
+
+
+def _load(options: argparse.Namespace) -> tuple[Model, DeploymentConfig]:
+    model, deployment = load_pair(
+        options,
+        chat_template=options.chat_template,
+        generation_config=options.generation_config,
+    )
+    if recommended := model.generation.given():
+        message = "requests that leave them out have the model's own: %s (--generation-config)"
+        logging.getLogger("jpd").info(message, recommended)
+    if options.insecure:
+        security = dataclasses.replace(deployment.security, insecure=True)
+        deployment = dataclasses.replace(deployment, security=security)
+    return model, deployment
 
 
 def _ready_line(doors: Endpoints, model_name: str, mesh_file: str) -> str:

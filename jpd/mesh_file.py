@@ -5,8 +5,8 @@ Called by the command line and the Python API.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast, get_args
 
@@ -298,3 +298,24 @@ def _check_devices(root: Table, host: HostConfig, workers: Sequence[WorkerConfig
                 rule = f"device {device} of host {host.name} already belongs to {owner}"
                 root.problem(key, list(worker.devices), rule)
                 break
+
+
+def with_overrides(
+    deployment: DeploymentConfig, tables: Mapping[str, Mapping[str, object] | None]
+) -> DeploymentConfig:
+    """The deployment with keys of its tables replaced, for `launch`. Raises ConfigError for unknown
+    keys."""
+    problems = []
+    changed: dict[str, object] = {}
+    for name, values in tables.items():
+        table = getattr(deployment, name)
+        known = {field.name for field in fields(table)}
+        for key, value in (values or {}).items():
+            if key not in known:
+                rule = f"is not a key of [{name}]"
+                problems.append(Problem("launch()", f"{name}.{key}", value, rule))
+        if values and not problems:
+            changed[name] = replace(table, **values)
+    if problems:
+        raise ConfigError(problems)
+    return resolve_platform(replace(deployment, **changed)) if changed else deployment  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """The command line's borders: exit codes, messages, and what `check` prints without any device."""
 
 import json
-import logging
 import os
 import shutil
 import socket
@@ -135,10 +134,8 @@ def test_only_who_answers_people_takes_what_the_models_authors_recommend(
     golden_llama3: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "jpd")  # as serve sets it: back to what it was afterwards
-    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(cli_serve, "start_logging", lambda as_json: None)
     shutil.copytree(golden_llama3, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps(RECOMMENDED))
     seen = []

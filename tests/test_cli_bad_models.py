@@ -4,7 +4,6 @@ Exit 2, no traceback, and nothing on a device.
 """
 
 import json
-import logging
 import math
 import struct
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jpd import cli_serve
 from jpd.cli import main
 from tests.support.tiny_tokenizer import copy_with_tokenizer, tiny_backend
 
@@ -132,7 +132,7 @@ KINDS: tuple[Spoil, ...] = (
 
 
 @pytest.fixture
-def no_devices(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails a test that puts or computes anything on a device; logging stays pytest's."""
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -140,8 +140,7 @@ def no_devices(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 
     for name in ("device_put", "make_array_from_single_device_arrays", "jit"):
         monkeypatch.setattr(jax, name, refuse)
-    monkeypatch.setattr(logging, "basicConfig", lambda **settings: None)
-    caplog.set_level(logging.INFO, "jpd")  # as serve sets it: back to what it was afterwards
+    monkeypatch.setattr(cli_serve, "start_logging", lambda as_json: None)
 
 
 def arguments_of(command: str, folder: Path) -> list[str]:
