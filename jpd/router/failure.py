@@ -1,6 +1,6 @@
 """The failure table: what is done about each fault, as one function of the facts.
 
-Knows no workers and keeps no state; `jpd.router.journey` gathers the facts and does what is
+Knows no workers and keeps no state; `jpd.router.recovery` gathers the facts and does what is
 decided.
 
     prefill lost     another prefill worker, once; else the decode worker if short; else fail

@@ -16,7 +16,7 @@ from jpd.router.policy import Row, WorkerView
 from jpd.router.prefix_index import MAX_INDEX_PAGES, PrefixIndex
 from jpd.router.rates import RateBook, RateSeed
 from jpd.router.worker_entry import WorkerEntry
-from jpd.worker.protocol import WorkerClient, WorkerStatus
+from jpd.worker.protocol import Role, WorkerClient, WorkerStatus
 
 RECENT_SECONDS = 600.0
 """Over which work done lately fades."""
@@ -101,6 +101,15 @@ class Fleet:
         if entry.view is None:
             entry.view = entry.make_view(self.rates, self._clock())
         return entry.view
+
+    def why_nobody(self, role: Role) -> str:
+        """Why no worker of a role can take a request, worker by worker."""
+        reasons = [
+            f"{entry.client.name}: {entry.watch.down_reason or 'cannot take this request'}"
+            for entry in self._entries.values()
+            if entry.role in (role, "colocated")
+        ]
+        return f"no {role} worker is available ({'; '.join(reasons) or 'there is none'})"
 
     def snapshot(self) -> tuple[WorkerView, ...]:
         """One look at every worker."""

@@ -23,19 +23,13 @@ from jpd.request import RequestState, TokenOutput
 from jpd.router import policy
 from jpd.router.accounting import account_end, account_tokens
 from jpd.router.admission import Ticket
-from jpd.router.demand import DRAW_FACTOR, DRAW_RANGE, Demand
-from jpd.router.failure import (
-    Action,
-    AttemptFailedError,
-    Fault,
-    FaultFacts,
-    backoff_seconds,
-    decide,
-)
+from jpd.router.demand import Demand
+from jpd.router.failure import AttemptFailedError, Fault
 from jpd.router.holding import Holding
 from jpd.router.parts import RouterParts
 from jpd.router.placement import Choice
 from jpd.router.record import RequestRecord
+from jpd.router.recovery import Recovery, Tried
 from jpd.router.stream import Mailbox
 from jpd.worker.protocol import (
     Attempt,
@@ -64,14 +58,14 @@ class Journey:
         self.record, self._mailbox = record, mailbox
         self._timeline = record.timeline
         self._demand = Demand(parts, record)
+        self._recovery = Recovery(parts, record, self._demand)
         self.holding: Holding | None = None  # of the present attempt
         self._stopped_by_client = False
-        # Of the last attempt, for the failure table:
+        # Of the last attempt:
         self._decode_worker = ""
         self._prefill_worker = ""
         self._num_uncached_tokens = 0
         self._step_start = 0.0  # since when the next token is awaited
-        self._fatal_fault: Fault | None = None
 
     async def run(self) -> None:
         """Serve until the terminal event. Raises nothing but CancelledError."""
@@ -102,7 +96,8 @@ class Journey:
             try:
                 return await self._attempt()
             except AttemptFailedError as failed:
-                await asyncio.sleep(self._begin_again(failed))
+                tried = Tried(self._decode_worker, self._prefill_worker, self._num_uncached_tokens)
+                await asyncio.sleep(self._recovery.begin_again(failed, tried))
 
     async def _attempt(self) -> None:
         """One try. Returns after the last token. Raises AttemptFailedError: a worker broke it."""
@@ -147,7 +142,7 @@ class Journey:
             try:
                 reservation = await holding.reserve(view.name)
             except WorkerError as error:
-                self._note_lost(view.name, "reserve_failed")
+                self._recovery.note_unreachable(view.name)
                 name = self.record.request.request_id
                 _log.warning("request %s: %s: reserve failed: %s", name, attempt.attempt_id, error)
                 continue
@@ -165,7 +160,7 @@ class Journey:
         self._num_uncached_tokens = len(attempt.token_ids) - reservation.num_cached_tokens
         choice = self._parts.placement.choose(decode, reservation.num_cached_tokens, wishes)
         if choice is None:
-            error = WorkerError("prefill", self._why_nobody("prefill"))
+            error = WorkerError("prefill", self._fleet.why_nobody("prefill"))
             raise AttemptFailedError(Fault.PREFILL_LOST, error)
         self._prefill_worker = worker = choice.prefill.name
         self._metrics.router_decisions.labels(choice.path).inc()
@@ -284,91 +279,15 @@ class Journey:
         self._mailbox.end(None)
         return True
 
-    def _begin_again(self, failed: AttemptFailedError) -> float:
-        """Back to WAITING by the failure table; the seconds until then. Raises: it says fail."""
-        record, fault = self.record, failed.fault
-        record.num_faults[fault] += 1
-        if fault is Fault.PREEMPTED:
-            self._metrics.preemptions.labels(self._decode_worker).inc()
-            record.note(fault.value)
-        else:
-            self._blame(fault)
-        action = decide(self._parts.config.failure, fault, self._facts(fault))
-        _log.warning(
-            "request %s: attempt %s.%d: %s: %s: %s",
-            record.request.request_id,
-            record.internal_id,
-            record.num_attempts,
-            fault.value,
-            failed.error,
-            action.value,
-            extra={"fields": {"request_id": record.request.request_id}},
-        )
-        if action is Action.FAIL:
-            self._fatal_fault = fault
-            raise failed.error
-        if fault is not Fault.PREEMPTED:
-            is_prefill = fault is Fault.PREFILL_LOST
-            worker = self._prefill_worker if is_prefill else self._decode_worker
-            role = "prefill" if is_prefill else "decode"
-            self._metrics.retries.labels(fault.value, worker, role).inc()
-            self._timeline.num_retries += 1
-        record.note(action.value)
-        record.must_be_local = action in (Action.LOCAL_PREFILL, Action.RECOMPUTE_ON_DECODE)
-        record.advance(RequestState.WAITING, self._clock())
-        draw = record.sequence * DRAW_FACTOR % DRAW_RANGE / DRAW_RANGE
-        seconds = backoff_seconds(action, record.num_faults[fault], draw)
-        return min(seconds, max(0.0, record.request.deadline - self._clock()))
-
-    def _blame(self, fault: Fault) -> None:
-        """Exclude who failed: for good when lost; after a transfer only if there is another."""
-        record, prefill, decode = self.record, self._prefill_worker, self._decode_worker
-        excluded, workers = {
-            Fault.PREFILL_LOST: (record.lost_workers, {prefill}),
-            Fault.DECODE_LOST: (record.lost_workers, {decode}),
-            Fault.TRANSFER_FAILED: (record.avoided_workers, {prefill, decode}),
-        }[fault]
-        for worker in workers:
-            if worker:  # none: no prefill worker was there to be chosen
-                excluded.add(worker)
-                self._fleet.note_fault(worker)
-
-    def _facts(self, fault: Fault) -> FaultFacts:
-        decoder = self._fleet.view(self._decode_worker)
-        limit = self._parts.config.local_prefill_tokens
-        wishes = self._demand.wishes()
-        prefill = self._parts.placement.choose_prefill(decoder.name, wishes)
-        return FaultFacts(
-            num_faults=self.record.num_faults[fault],
-            is_short=policy.may_be_local(decoder, self._num_uncached_tokens, limit),
-            other_prefill=prefill is not None,
-            other_decode=bool(policy.capable_decoders(self._fleet.snapshot(), wishes)),
-        )
-
-    def _note_lost(self, worker: str, reason: str) -> None:
-        self.record.lost_workers.add(worker)
-        self._fleet.note_fault(worker)
-        self._metrics.retries.labels(reason, worker, "decode").inc()
-        self._timeline.num_retries += 1
-
     def _check_somebody_decodes(self, wishes: policy.Wishes) -> None:
         if not policy.capable_decoders(self._fleet.snapshot(), wishes):
-            raise WorkerLostError("decode", self._why_nobody("decode"))
-
-    def _why_nobody(self, role: str) -> str:
-        """Why no worker of a role can take the request, worker by worker."""
-        reasons = [
-            f"{entry.client.name}: {entry.watch.down_reason or 'cannot take this request'}"
-            for entry in self._fleet.entries
-            if entry.role in (role, "colocated")
-        ]
-        return f"no {role} worker is available ({'; '.join(reasons) or 'there is none'})"
+            raise WorkerLostError("decode", self._fleet.why_nobody("decode"))
 
     def _end(self, state: RequestState, error: Exception | None) -> None:
         """The terminal event of a request that did not reach its last token."""
         record = self.record
         if record.is_live:
             record.advance(state, self._clock())
-            account_end(self._metrics, record, error, self._fatal_fault)
+            account_end(self._metrics, record, error, self._recovery.fatal_fault)
             self._parts.trace.note(record, error)
         self._mailbox.end(error)
