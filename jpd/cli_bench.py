@@ -1,9 +1,13 @@
 """`jpd bench NAME`: run a benchmark, print its table, write its JSON."""
 
 import argparse
+import contextlib
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from jpd.api import launch
 from jpd.bench import (
@@ -29,6 +33,7 @@ from jpd.cli_bench_load import (
     add_load_arguments,
     compare_modes,
     launcher,
+    say,
     serve,
     tell,
     two_cores_of_ours,
@@ -64,7 +69,7 @@ def _peers(options: argparse.Namespace) -> Sequence[Result]:
     model = open_model(options.model)
     ensure_cpu_devices(1)
     enable_compilation_cache(cache_folder() / "xla")
-    return peers.run(model, is_quick=options.quick)
+    return peers.run(model, say, is_quick=options.quick)
 
 
 def _speculation(options: argparse.Namespace) -> Sequence[Result]:
@@ -160,12 +165,28 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         check_can_draw()
     start = time.monotonic()
-    results = _all(options) if options.name == "all" else list(BENCHMARKS[options.name](options))
+    with sigterm_as_interrupt():
+        is_all = options.name == "all"
+        results = _all(options) if is_all else list(BENCHMARKS[options.name](options))
     make_console().print(results_table(options.name, results))
     if options.json is not None:
         _write(options.json, results, time.monotonic() - start)
     is_good = all(result.ok for result in results)
     return 1 if options.strict and not is_good else 0
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """As Ctrl-C, so that servers and hosts of a benchmark end with it. On the main thread."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _all(options: argparse.Namespace) -> list[Result]:
@@ -184,7 +205,7 @@ def _all(options: argparse.Namespace) -> list[Result]:
     names = [name for name in BENCHMARKS if name != "soak"]
     if not peers.is_any_installed():
         names.remove("peers")
-    results = run_all.run_each(names, options_of, folder, print)
+    results = run_all.run_each(names, options_of, folder, say)
     if options.docs:
         for path in publish.publish(Path()):
             print(f"written: {path}")

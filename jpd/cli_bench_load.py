@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -112,14 +113,14 @@ async def _measure_url(options: argparse.Namespace, url: str) -> tuple[LoadPlan,
     )
     async with sender:
         plan = make_plan(options, await sender.find_model())
-        return plan, await measure_server(sender, plan)
+        return plan, await measure_server(sender, plan, say)
 
 
 def make_plan(options: argparse.Namespace, served: ServedModel) -> LoadPlan:
     """What the options and the server say together. Raises ConfigError with every problem."""
     workload = WorkloadSpec(
         options.workload,
-        options.num_requests or (12 if options.quick else 48),
+        options.num_requests or (8 if options.quick else 48),
         options.max_len or served.max_len or DEFAULT_LEN,
         options.vocab_size or DEFAULT_VOCAB,
         prompt_tokens=options.prompt_tokens,
@@ -131,7 +132,7 @@ def make_plan(options: argparse.Namespace, served: ServedModel) -> LoadPlan:
     )
     slo = Slo(options.ttft_ms / 1000, options.tpot_ms / 1000)
     probes = options.probes or (3 if options.quick else 8)
-    return LoadPlan(workload, options.rate or 1.0, slo, probes)
+    return LoadPlan(workload, options.rate or 0.5, slo, probes)
 
 
 def compare_modes(options: argparse.Namespace) -> Sequence[Result]:
@@ -140,7 +141,7 @@ def compare_modes(options: argparse.Namespace) -> Sequence[Result]:
     effort = compare.QUICK if options.quick else compare.FULL
     ceilings = measure_apart() if is_plain(model.config) else None
     pin_process(cores[:1], "jpd bench", "router")
-    shapes = compare.run(launcher(model), model.config.vocab_size, cores, effort)
+    shapes = compare.run(launcher(model), model.config.vocab_size, cores, effort, say)
     results = [result for shape in shapes for result in compare.compare_results(shape)]
     if ceilings is not None:
         work = ModelWork(model.config)
@@ -172,6 +173,10 @@ def launcher(model: Model) -> Callable[[DeploymentConfig], Server]:
         return launch(model, deployment, progress=ProgressLine())
 
     return start
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def tell(paths: Sequence[Path]) -> None:

@@ -26,7 +26,7 @@ from jpd.bench.latency import (
     ttfts,
 )
 from jpd.bench.open_loop import Sender, run_load
-from jpd.bench.results import Result
+from jpd.bench.results import Result, Say
 from jpd.bench.serve import check_answered
 from jpd.bench.two_cores import CHUNKED, DISAGGREGATED, WHOLE, Sizes, deployments
 from jpd.bench.workloads import PlannedRequest, WorkloadSpec, at_rate, make_workload
@@ -72,7 +72,7 @@ class Effort:
 
 
 FULL = Effort(Sizes(1024, 640, 128, 16, slots=8, sequences=8, context_buckets=(1024,)), 24, 3)
-QUICK = Effort(Sizes(512, 320, 64, 16, slots=8, sequences=8, context_buckets=(512,)), 8, 1)
+QUICK = Effort(Sizes(256, 160, 32, 16, slots=8, sequences=8, context_buckets=(256,)), 6, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +85,31 @@ class Compared:
     modes: Mapping[str, Sequence[Outcome]]
 
 
-def run(launch: Launch, vocab_size: int, cores: Sequence[int], effort: Effort) -> list[Compared]:
-    """Raises ConfigError when a mode answers nothing."""
+def run(
+    launch: Launch, vocab_size: int, cores: Sequence[int], effort: Effort, say: Say
+) -> list[Compared]:
+    """`say` hears of each load. Raises ConfigError when a mode answers nothing."""
     with ExitStack() as running:
         senders: dict[str, Sender] = {
             mode: ApiSender(running.enter_context(launch(deployment)))
             for mode, deployment in deployments(FILE, cores, effort.sizes).items()
         }
-        return asyncio.run(measure(senders, vocab_size, effort))
+        return asyncio.run(measure(senders, vocab_size, effort, say))
 
 
-async def measure(senders: Mapping[str, Sender], vocab_size: int, effort: Effort) -> list[Compared]:
+async def measure(
+    senders: Mapping[str, Sender], vocab_size: int, effort: Effort, say: Say
+) -> list[Compared]:
     """Both shapes alone, then mixed."""
     specs = {shape.name: _workload(shape, vocab_size, effort) for shape in SHAPES}
     alone = {name: await _alone(senders[CHUNKED], spec) for name, spec in specs.items()}
     for mode in (DISAGGREGATED, WHOLE):
         await _alone(senders[mode], specs[SHAPES[0].name])  # first uses are not counted
     compared = [
-        await _compare(name, [spec], [alone[name]], senders, effort) for name, spec in specs.items()
+        await _compare(name, [spec], [alone[name]], senders, effort, say)
+        for name, spec in specs.items()
     ]
-    mixed = await _compare(MIXED, list(specs.values()), list(alone.values()), senders, effort)
+    mixed = await _compare(MIXED, list(specs.values()), list(alone.values()), senders, effort, say)
     return [*compared, mixed]
 
 
@@ -136,6 +141,7 @@ async def _compare(
     alone: Sequence[Outcome],
     senders: Mapping[str, Sender],
     effort: Effort,
+    say: Say,
 ) -> Compared:
     seconds = [o.ttft_seconds + DECODE_SHARE * (o.end_seconds - o.chunk_seconds[0]) for o in alone]
     rate = LOAD / statistics.mean(seconds)
@@ -147,6 +153,7 @@ async def _compare(
     for number in range(effort.num_rounds):
         requests = by_turns([make_workload(spec, number) for spec in specs])
         for mode, sender in senders.items():
+            say(f"{name}, {rate:.2g}/s: {mode}, round {number + 1} of {effort.num_rounds} ...")
             modes[mode] += await run_load(sender, at_rate(requests, rate), TIMEOUT_SECONDS)
     return Compared(name, rate, slo, modes)
 

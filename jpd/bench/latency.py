@@ -105,7 +105,7 @@ def latency_results(name: str, outcomes: Sequence[Outcome], slo: Slo) -> list[Re
     answered = [outcome for outcome in outcomes if outcome.is_answered]
     num_output = sum(outcome.num_output_tokens for outcome in answered)
     num_all = num_output + sum(outcome.num_prompt_tokens for outcome in answered)
-    target = f"TTFT {slo.ttft_seconds * 1000:g} ms and TPOT {slo.tpot_seconds * 1000:g} ms"
+    target = f"TTFT {slo.ttft_seconds * 1000:.4g} ms and TPOT {slo.tpot_seconds * 1000:.4g} ms"
     late = max(outcome.sent_seconds - outcome.due_seconds for outcome in outcomes)
     return [
         *results,

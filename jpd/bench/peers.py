@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jpd.bench import llama_peer, transformers_peer
 from jpd.bench.engine_rig import EngineRig, load_model
 from jpd.bench.floor import check_plain
-from jpd.bench.results import Result
+from jpd.bench.results import Result, Say
 from jpd.checkpoint.model_source import Model
 from jpd.errors import ConfigError, Problem
 
@@ -87,17 +87,19 @@ def is_any_installed() -> bool:
     return transformers_peer.is_installed() or llama_peer.is_installed()
 
 
-def run(model: Model, *, is_quick: bool = False) -> list[Result]:
-    """Raises ConfigError where no peer is installed, or for a model that is not dense."""
+def run(model: Model, say: Say, *, is_quick: bool = False) -> list[Result]:
+    """`say` hears what is done. Raises ConfigError without a peer, or for a model with experts."""
     check_plain(model.config, model.name)
     if not is_any_installed():
         rule = "none is installed: pip install 'jpd[peers]'"
         raise ConfigError([Problem("jpd bench", "peers", "none", rule)])
     effort, results = QUICK if is_quick else FULL, list[Result]()
+    say("loading jpd's engines ...")
     ours = OwnEngines(model, BATCHES)
     found: list[Peer] = [ours]
     if transformers_peer.is_installed():
         for dtype in effort.dtypes:
+            say(f"loading transformers, {dtype} ...")
             peer = transformers_peer.TransformersPeer(model, dtype)
             ours_logits, theirs = ours.logits(PROBE_TOKENS), peer.logits(PROBE_TOKENS)
             difference = float(np.abs(ours_logits - theirs).max())
@@ -106,18 +108,23 @@ def run(model: Model, *, is_quick: bool = False) -> list[Result]:
             found.append(peer)
     location = Path(model.require_source().location)
     if llama_peer.is_installed() and location.suffix == ".gguf":
+        say("loading llama.cpp ...")
         found.append(llama_peer.LlamaCppPeer(location, max(BATCHES), CONTEXT))
-    return results + side_by_side(found, BATCHES, effort)
+    return results + side_by_side(found, BATCHES, effort, say)
 
 
-def side_by_side(peers: Sequence[Peer], batches: Sequence[int], effort: Effort) -> list[Result]:
+def side_by_side(
+    peers: Sequence[Peer], batches: Sequence[int], effort: Effort, say: Say
+) -> list[Result]:
     """Tokens per second of each, measured by turns."""
+    say(f"prefill of {', '.join(peer.name for peer in peers)} ...")
     results = []
     whole = [partial(peer.prefill_seconds, CONTEXT, 1) for peer in peers]
     for peer, seconds in zip(peers, by_turns(whole, effort.rounds), strict=True):
         name = f"prefill of {CONTEXT} tokens: {peer.name}"
         results.append(Result(name, CONTEXT / seconds, "tokens/s"))
     for batch in batches:
+        say(f"decode at batch {batch} ...")
         steps = [partial(peer.decode_seconds, batch, CONTEXT, effort.steps) for peer in peers]
         for peer, seconds in zip(peers, by_turns(steps, effort.rounds), strict=True):
             name = f"decode, batch {batch}, {CONTEXT} tokens each: {peer.name}"

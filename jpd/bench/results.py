@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,6 +19,9 @@ from rich.table import Table
 VERSIONED = ("jpd", "jax", "jaxlib", "flax", "numpy", "grpcio")
 PEERS = ("torch", "transformers", "llama-cpp-python")
 """Told where they are installed."""
+
+Say = Callable[[str], None]
+"""Hears, line by line, what a benchmark that takes minutes is doing."""
 
 
 @dataclass(frozen=True, slots=True)

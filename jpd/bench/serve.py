@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jpd.bench.goodput import Goodput, search_goodput
 from jpd.bench.latency import Outcome, Slo, attainment, latency_results
 from jpd.bench.open_loop import Sender, run_load
-from jpd.bench.results import Result
+from jpd.bench.results import Result, Say
 from jpd.bench.workloads import WorkloadSpec, at_rate, make_workload
 from jpd.errors import ConfigError, Problem
 
@@ -40,8 +40,8 @@ class Served:
     goodput: Goodput
 
 
-async def measure_server(sender: Sender, plan: LoadPlan) -> Served:
-    """Raises ConfigError when the server answers nothing of the load."""
+async def measure_server(sender: Sender, plan: LoadPlan, say: Say) -> Served:
+    """`say` hears of each load. Raises ConfigError when the server answers nothing of the first."""
     await warm(sender, plan)
     runs, first = itertools.count(), list[Outcome]()
 
@@ -49,7 +49,9 @@ async def measure_server(sender: Sender, plan: LoadPlan) -> Served:
         requests = at_rate(make_workload(plan.workload, next(runs)), rate)
         outcomes = await run_load(sender, requests, plan.timeout_seconds)
         first.extend(() if first else outcomes)
-        return attainment(outcomes, plan.slo)
+        share = attainment(outcomes, plan.slo)
+        say(f"{len(requests)} requests at {rate:.3g}/s: {share:.0%} met both targets")
+        return share
 
     goodput = await search_goodput(probe, plan.rate, plan.max_probes)
     check_answered(first)

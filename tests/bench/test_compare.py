@@ -31,7 +31,7 @@ async def test_where_prompts_stall_answers_disaggregation_wins_their_gaps() -> N
         CHUNKED: SerialServer(1.0, 0.1, shares=True),
         WHOLE: SerialServer(1.0, 0.1, shares=True),
     }
-    compared = await measure(servers, 1000, EFFORT)
+    compared = await measure(servers, 1000, EFFORT, print)
     assert [one.name for one in compared] == [*(shape.name for shape in SHAPES), MIXED]
     for one in compared:
         assert {len(outcomes) for outcomes in one.modes.values()} == {40}
@@ -68,5 +68,5 @@ def test_a_mixed_load_takes_both_shapes_by_turns() -> None:
 
 def test_modes_share_all_sizes() -> None:
     made = deployments("file", (0, 1), QUICK.sizes)
-    assert {config.engine.max_model_len for config in made.values()} == {512}
-    assert made[WHOLE].engine.prefill_chunk == 320 and made[CHUNKED].engine.prefill_chunk == 64
+    assert {config.engine.max_model_len for config in made.values()} == {256}
+    assert made[WHOLE].engine.prefill_chunk == 160 and made[CHUNKED].engine.prefill_chunk == 32

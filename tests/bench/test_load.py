@@ -125,7 +125,7 @@ async def test_a_server_with_a_known_capacity_has_that_goodput() -> None:
     workload = WorkloadSpec("poisson", 200, 100, 100, 10, 4, spread=0.0)
     plan = LoadPlan(workload, 0.1, Slo(4.0, 0.2), max_probes=20)
     server = SerialServer(PREFILL, STEP)
-    served = await measure_server(server, plan)
+    served = await measure_server(server, plan, print)
     assert served.goodput.is_found and 0.4 < served.goodput.rate < 1.0
     assert len(served.outcomes) == 200, "of the first rate, not of a probe"
     prompts = {request.token_ids for request in server.sent}
@@ -133,7 +133,7 @@ async def test_a_server_with_a_known_capacity_has_that_goodput() -> None:
     results = {one.name: one.value for one in served_results(plan, served)}
     assert results["goodput: rate at which 90 % meet both"] == served.goodput.rate
     tight = LoadPlan(workload, 0.1, Slo(0.9, 0.2), max_probes=2)
-    hopeless = await measure_server(SerialServer(PREFILL, STEP), tight)
+    hopeless = await measure_server(SerialServer(PREFILL, STEP), tight, print)
     names = [one.name for one in served_results(tight, hopeless)]
     assert "goodput: rate at which 90 % meet both, below" in names
 
@@ -143,4 +143,4 @@ async def test_a_server_that_answers_nothing_is_an_error() -> None:
     workload = WorkloadSpec("poisson", 4, 100, 100, 10, 4)
     plan = LoadPlan(workload, 0.1, Slo(4.0, 0.2), 1, timeout_seconds=0.5)
     with pytest.raises(ConfigError, match="nothing was answered: not answered within 0.5 s"):
-        await measure_server(SerialServer(PREFILL, STEP), plan)
+        await measure_server(SerialServer(PREFILL, STEP), plan, print)

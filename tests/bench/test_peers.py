@@ -30,7 +30,7 @@ class Clockwork:
 def test_all_take_turns_and_the_first_turn_does_not_count() -> None:
     calls: list[str] = []
     both = [Clockwork("a", 0.5, calls), Clockwork("b", 0.25, calls)]
-    results = peers.side_by_side(both, (1, 4), peers.QUICK)
+    results = peers.side_by_side(both, (1, 4), peers.QUICK, lambda line: None)
     assert [(result.name, result.value) for result in results] == [
         ("prefill of 512 tokens: a", 1024.0),
         ("prefill of 512 tokens: b", 2048.0),
@@ -48,4 +48,4 @@ def test_without_a_peer_it_says_how_to_get_one(
     for module in (llama_peer, transformers_peer):
         monkeypatch.setattr(module, "is_installed", lambda: False)
     with pytest.raises(ConfigError, match=r"jpd\[peers\]"):
-        peers.run(open_model(str(golden_llama3)))
+        peers.run(open_model(str(golden_llama3)), lambda line: None)
