@@ -1,7 +1,11 @@
 """Pages with figures: they are what the files of results say, and nothing else."""
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 
 from jpd.bench import publish, run_all
 from jpd.bench.results import Result, processor, write_json
+from jpd.cli_bench import sigterm_as_interrupt
 from jpd.errors import ConfigError
 
 RESULTS = {
@@ -112,6 +117,32 @@ def test_each_benchmark_is_a_process_and_one_that_fails_stops_no_other(
     written: dict[str, Any] = json.loads((tmp_path / "out" / "two.json").read_text())
     assert written["all"].endswith("--of-two") and "-m jpd bench two --json" in written["all"]
     assert any("bad: exit status 2" in line for line in said)
+
+
+def test_sigterm_ends_the_benchmark_that_runs_in_good_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C at a terminal does: it is asked to end, and its servers with it."""
+    fake, ended = tmp_path / "python", tmp_path / "ended"
+    fake.write_text(
+        f"#!/bin/sh\ntrap 'touch {ended}; exit 130' TERM\ntouch {tmp_path}/begun\n"
+        "while :; do sleep 0.02; done\n"
+    )
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+
+    def end_when_begun() -> None:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    killer = threading.Thread(target=end_when_begun)
+    with pytest.raises(KeyboardInterrupt), sigterm_as_interrupt():
+        killer.start()
+        run_all.run_each(("one", "two"), lambda name: [], tmp_path / "out", print)
+    killer.join()
+    assert ended.exists() and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_processor_is_named_where_linux_says_it(tmp_path: Path) -> None:
