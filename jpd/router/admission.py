@@ -11,7 +11,7 @@ Knows no workers: a try and the count of room are functions. Used by `jpd.router
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
 from jpd.errors import OverloadedError
@@ -25,7 +25,11 @@ Reserved = TypeVar("Reserved")
 
 
 class Ticket:
-    """A place in the queue. `may_skip`: it excludes workers, so those behind it may still try."""
+    """A place in the queue.
+
+    `waits_for`: the only workers that will do, while others have room. Those behind it may try the
+    others, and leave these alone.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,7 @@ class Ticket:
         self.key: Key = (due, sequence)
         self.line, self.weight = line, weight
         self.fits = fits
-        self.may_skip = False
+        self.waits_for: Collection[str] = ()
         self.tried_generation = -1
         self.is_trying = False
         self.turn: asyncio.Future[None] | None = None  # set by whoever gives the turn
@@ -99,6 +103,15 @@ class WaitingRoom:
             raise
         finally:
             self._leave(ticket)
+
+    def kept_before(self, ticket: Ticket) -> set[str]:
+        """Workers that tickets before this one wait for: their room is not its own to take."""
+        kept: set[str] = set()
+        for other in self._line:
+            if other is ticket:
+                break
+            kept.update(other.waits_for)
+        return kept
 
     def seconds_of_wait(self, ticket: Ticket) -> float:
         """How long it would wait from now on, at the pace of late; 0.0 when nobody waits."""
@@ -179,7 +192,7 @@ class WaitingRoom:
             if ticket.is_trying:
                 continue
             if ticket.tried_generation == self._generation:
-                if ticket.may_skip:
+                if ticket.waits_for:
                     continue
                 return
             if ticket.turn is None or ticket.turn.done():

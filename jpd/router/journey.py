@@ -137,7 +137,10 @@ class Journey:
         """Ask the decode workers in turn, best first; one that fails is not asked again."""
         wishes = self._demand.completed()
         self._check_somebody_decodes(wishes)
+        kept = self._parts.waiting_room.kept_before(ticket)
         for view in self._parts.placement.rank_decoders(wishes):
+            if view.name in kept:
+                continue
             self.holding = holding = Holding(self._parts, attempt, wishes.row)
             try:
                 reservation = await holding.reserve(view.name)
@@ -150,7 +153,7 @@ class Journey:
                 return Reserved(holding, reservation, wishes)
         wishes = self._demand.wishes()
         self._check_somebody_decodes(wishes)
-        ticket.may_skip = bool(wishes.lost or wishes.avoided)
+        ticket.waits_for = policy.only_ones_that_do(self._fleet.snapshot(), wishes)
         return None
 
     def _choose(self, attempt: Attempt, reservation: Reservation, wishes: policy.Wishes) -> Choice:

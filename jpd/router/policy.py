@@ -125,11 +125,28 @@ def free_decoders(fleet: Fleet, wishes: Wishes) -> list[WorkerView]:
     """Those of them with a row to give, at a pace that the request can bear."""
     capable = capable_decoders(fleet, wishes)
     free = [view for view in capable if view.num_rows < view.num_slots]
-    pace = wishes.pace
-    if pace is None:
+    if wishes.pace is None:
         return free
-    can_be_kept = any(view.step_line.at(1) <= pace for view in capable)
-    return [view for view in free if _keeps_pace(view, pace, can_be_kept)]
+    can_be_kept = _can_be_kept(capable, wishes.pace)
+    return [view for view in free if _keeps_pace(view, wishes.pace, can_be_kept)]
+
+
+def only_ones_that_do(fleet: Fleet, wishes: Wishes) -> Collection[str]:
+    """The workers it waits for, when one that is of no use to it has a row free; else none."""
+    capable, pace = capable_decoders(fleet, wishes), wishes.pace
+    if pace is not None and _can_be_kept(capable, pace):
+        capable = [view for view in capable if view.step_line.at(1) <= PACE_FACTOR * pace]
+    names = {view.name for view in capable}
+    others_have_room = any(
+        view.is_available and view.decodes and view.num_rows < view.num_slots
+        for view in fleet
+        if view.name not in names
+    )
+    return names if others_have_room else ()
+
+
+def _can_be_kept(capable: Sequence[WorkerView], pace: float) -> bool:
+    return any(view.step_line.at(1) <= pace for view in capable)
 
 
 def _keeps_pace(view: WorkerView, pace: float, can_be_kept: bool) -> bool:

@@ -214,11 +214,13 @@ async def test_who_leaves_lets_those_try_who_were_refused_because_of_it() -> Non
 async def test_those_behind_a_picky_ticket_may_still_try() -> None:
     pool = Pool(0)
     ticket = Ticket(0.0, 0, lambda: False)
-    ticket.may_skip = True
+    ticket.waits_for = {"d1"}
     picky = asyncio.create_task(pool.room.admit(ticket, _never, lambda: 60.0))
     await turn()
     other = asyncio.create_task(pool.admit("other"))
     await turn()
+    behind = Ticket(0.0, 9, lambda: True)
+    assert pool.room.kept_before(behind) == {"d1"} and pool.room.kept_before(ticket) == set()
     pool.give(1)
     await other
     assert pool.order == ["other"]

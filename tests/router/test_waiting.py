@@ -135,3 +135,29 @@ async def test_cancelling_in_the_middle_of_a_reservation_frees_what_the_worker_g
             await task
         await asyncio.sleep(0.1)
         assert r["d0"].num_held == 0 and r.view("d0").num_rows == 0
+
+
+@virtual
+async def test_who_waits_for_one_worker_does_not_keep_others_from_the_rest() -> None:
+    """A pin, a size, a pace: the head of the line has use for one worker only."""
+    slo = SloConfig("fast", ttft_ms=1e6, tpot_ms=50.0)
+    pinned = {"decode_worker": "big", "max_tokens": 2}
+    for wish in (pinned, {"max_tokens": 300}, {"slo": "fast", "max_tokens": 2}):
+        big = FakeWorker("big", "decode", slots=1, step_seconds=0.03)
+        small = FakeWorker("small", "decode", slots=1, pages=8, step_seconds=0.2)
+        async with rig(FakeWorker("p", "prefill"), big, small, slos=[slo]) as r:
+            for worker in ("big", "small"):  # their pace is known
+                await r.ask(r.request(max_tokens=30, decode_worker=worker))
+            busy = r.begin(r.request(max_tokens=400, decode_worker="big"))
+            await asyncio.sleep(0.1)
+            head = r.begin(r.request(**wish))
+            await asyncio.sleep(0.1)
+            behind = [await r.ask(r.request(max_tokens=2)) for _ in range(3)]
+            assert {answer.timeline.decode_worker for answer in behind} == {"small"}, wish
+            assert max(answer.timeline.queue_seconds for answer in behind) == 0.0, wish
+            assert not head.done() and not busy.done()
+            late = [r.begin(r.request(max_tokens=100, decode_worker="big")) for _ in range(3)]
+            assert (await head).timeline.decode_worker == "big"
+            assert (await busy).finish_reason == "length"
+            assert not any(task.done() for task in late), "they came after it"
+            await asyncio.gather(*late)
