@@ -31,6 +31,7 @@ mesh = { tensor = 2 }
 slots = 3
 """
 GOOD = HOST + PREFILL + DECODE
+RAY = '[launch]\nkind = "ray"\n'
 
 
 def load(tmp_path: Path, text: str) -> DeploymentConfig:
@@ -231,6 +232,24 @@ F15_CASES = {
         "router.failure.decode_lost",
         "did you mean 'replay'",
     ),
+    "ray key without ray": (
+        GOOD + '[launch]\nplacement = "pack"\n',
+        "launch.placement",
+        "only with kind ray, not inprocess",
+    ),
+    "address under ray": (
+        GOOD.replace("devices = 4", 'devices = 4\naddress = "10.0.0.7"') + RAY,
+        "launch.host.a.address",
+        "Ray gives it",
+    ),
+    "accelerators under ray": (
+        GOOD.replace('"cpu"', '"gpu"').replace(
+            "devices = 4", "devices = 4\naccelerators = [0, 1, 2, 3]"
+        )
+        + RAY,
+        "launch.host.a.accelerators",
+        "Ray gives it",
+    ),
     "slo": (GOOD + '[[slo]]\nname = "x"\nttft_ms = 5\n', "slo[0].tpot_ms", "is missing"),
 }
 
@@ -241,6 +260,13 @@ def test_f15_bad_file_is_refused_by_key_and_rule(tmp_path: Path, case: str) -> N
     assert text != GOOD
     found = [p for p in problems(tmp_path, text) if p.key == key]
     assert [p for p in found if rule in p.rule], f"{key} not among {problems(tmp_path, text)}"
+
+
+def test_hosts_of_ray_may_have_the_same_cores_of_other_machines(tmp_path: Path) -> None:
+    here = HOST.replace("devices = 4", "devices = 4\ncores = [0]")
+    both = here + here.replace('"a"', '"b"') + PREFILL + DECODE.replace('"a"', '"b"')
+    assert {problem.key for problem in problems(tmp_path, both)} == {"launch.host.b.cores"}
+    assert load(tmp_path, both + RAY + 'placement = "pack"\n').launch.placement == "pack"
 
 
 def test_all_faults_of_a_file_at_once(tmp_path: Path) -> None:
