@@ -80,11 +80,14 @@ def generation_answer(choice: Schema) -> Responses:
         choices={"type": "array", "items": choice},
         usage=object_of(**usage),
     )
-    events = {"type": "string", "description": "Chunks as data: lines, the last one [DONE]."}
-    found = json_answer(whole, "Whole, or with `stream` as events.")
-    found[200]["content"]["text/event-stream"] = {"schema": events}
+    told = "Whole, or with `stream` as server-sent events: chunks as data, the last one [DONE]."
+    found = json_answer(whole, told)
+    found[200]["content"] |= EVENTS
     return found
 
+
+EVENTS: Schema = {"text/event-stream": {}}
+"""Without a schema: one would be of the whole body, or of each event, depending on who reads it."""
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -115,6 +118,11 @@ HEALTH = object_of(
 def text_answer(media_type: str) -> Responses:
     """An answer that is no JSON."""
     return {200: {"description": "As asked.", "content": {media_type: {"schema": TEXT}}}}
+
+
+def event_answer(description: str) -> Responses:
+    """Server-sent events alone."""
+    return {200: {"description": description, "content": EVENTS}}
 
 
 def page_of(app: FastAPI) -> Callable[[], Schema]:

@@ -15,7 +15,7 @@ from importlib.resources import files
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from jpd.frontend.api_page import errors, text_answer
+from jpd.frontend.api_page import errors, event_answer
 from jpd.frontend.errors import RouteError
 from jpd.frontend.operations import HealthReport, Look, ServerFacts
 from jpd.frontend.prompts import ServedModel
@@ -65,7 +65,7 @@ class PageRoutes:
             methods=["GET"],
             response_model=None,
             response_class=Response,
-            responses=text_answer("text/event-stream") | errors(401, 404),
+            responses=event_answer("A look every quarter of a second.") | errors(401, 404),
         )
 
     async def page(self) -> Response:
