@@ -82,7 +82,9 @@ class Metrics:
         )
         self.requests = self._counter("requests", "ended requests", "outcome")
         self.requests_failed = self._counter("requests_failed", "failed requests", "reason")
-        self.router_decisions = self._counter("router_decisions", "paths taken", "path")
+        self.router_decisions = self._counter(
+            "router_decisions", "paths taken, by the worker that prefills", "path", *where
+        )
         self.admissions = self._counter(
             "admissions", "requests admitted at once, queued, or shed at arrival", "slo", "outcome"
         )

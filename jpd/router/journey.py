@@ -166,7 +166,7 @@ class Journey:
             error = WorkerError("prefill", self._fleet.why_nobody("prefill"))
             raise AttemptFailedError(Fault.PREFILL_LOST, error)
         self._prefill_worker = worker = choice.prefill.name
-        self._metrics.router_decisions.labels(choice.path).inc()
+        self._metrics.router_decisions.labels(choice.path, worker, choice.prefill.role).inc()
         policy_name = self._parts.placement.policy_name
         self._metrics.placements.labels(policy_name, choice.reason).inc()
         if self.record.num_attempts == 1:

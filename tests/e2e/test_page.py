@@ -179,6 +179,8 @@ def test_the_page_asks_for_the_key(chromium: webdriver.Chrome, server: Server) -
     field.clear()
     field.send_keys(KEY + Keys.ENTER)
     wait_for(lambda: shown(chromium, "health") == "ok")
+    assert not chromium.find_element(By.LINK_TEXT, "API").get_property("hidden")
+    assert not chromium.find_elements(By.LINK_TEXT, "metrics")
     ask(chromium, "hello", max_tokens=4)
     wait_for(lambda: phases(turns(chromium)[0]))
     refusals = [entry["message"] for entry in chromium.get_log("browser")]

@@ -55,7 +55,7 @@ def watched(doors: Doors) -> Iterator[tuple[Watched, httpx.Client]]:
     port = doors.loop.run(server.start("127.0.0.1", 0, None)).http_port
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
         yield watched, client
-    doors.loop.run(server.stop(1.0))
+    doors.loop.run(server.stop(0.2))
     service.close()
 
 

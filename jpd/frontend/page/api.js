@@ -9,6 +9,10 @@ export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+export function hasKey() {
+  return sessionStorage.getItem(KEY) !== null;
+}
+
 // A response that is good. Throws KeyNeeded, or an Error with the server's own words.
 export async function call(path, { body, signal } = {}) {
   const headers = {};

@@ -1,6 +1,6 @@
 // The page: follows /activity while it can be seen, and draws; the chat box is `chat.js`.
 
-import { call, events, keepKey, KeyNeeded } from "./api.js";
+import { call, events, hasKey, keepKey, KeyNeeded } from "./api.js";
 import { Chat } from "./chat.js";
 import { Gauges } from "./gauges.js";
 import { Lanes } from "./lanes.js";
@@ -25,6 +25,7 @@ function show(look) {
   offset = look.now - performance.now() / 1e3;
   chat.model = look.model;
   $("key-form").hidden = true;
+  for (const link of document.querySelectorAll("nav .guarded")) link.hidden = hasKey(); // links send none
   $("model").textContent = look.model.name;
   document.title = `${look.model.name} · jpd`;
   showHealth(look.health.status, look.health.reasons.join("; "));
@@ -61,9 +62,12 @@ async function watch() {
     } catch (error) {
       if (error instanceof KeyNeeded) $("key-form").hidden = false;
     }
+    if (!$("key-form").hidden) {
+      await keyGiven();
+      continue;
+    }
     if (!document.hidden) showHealth("no connection", "");
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
-    if (!$("key-form").hidden) await keyGiven();
   }
 }
 
