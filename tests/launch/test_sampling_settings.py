@@ -1,14 +1,18 @@
 """Penalties and log-probabilities over a real fleet: coupled, disaggregated, with prefix hits."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
+import httpx
 import numpy as np
 import pytest
 
 import jpd
 from jpd.request import TokenLogprobs
+from jpd.rpc import jpd_pb2, jpd_pb2_grpc
 from tests.launch.tiny_fleets import deployment, worker
 
 pytestmark = pytest.mark.slow
@@ -114,3 +118,31 @@ def test_e13_e14_wrong_values_are_refused_and_counted(server: jpd.Server) -> Non
             server.generate([5], **{name: value})  # type: ignore[arg-type]
     after = server.metrics.value("jpd:requests_failed_total", reason="bad_request")
     assert after - before == 5
+
+
+def test_e08_usage_tells_the_pages_that_a_cache_saved_alike_at_every_door(
+    server: jpd.Server,
+) -> None:
+    doors = server.serve()
+    prompt = [7 * place % 90 + 5 for place in range(64)]
+
+    def over_http(token_ids: list[int], **fields: object) -> int:
+        url = f"http://{doors.host}:{doors.http_port}/v1/completions"
+        body = {"prompt": token_ids, "max_tokens": 3, "ignore_eos": True, "cache_salt": "e08"}
+        text = httpx.post(url, json=body | fields, timeout=30).raise_for_status().text
+        last = text.removesuffix("data: [DONE]\n\n").rpartition("data: ")[2]
+        usage = json.loads(last)["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (64, 3)
+        cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    cold, warm = over_http(prompt), over_http(prompt)
+    streamed = over_http(prompt, stream=True, stream_options={"include_usage": True})
+    request = jpd_pb2.GenerateRequest(
+        token_ids={"ids": prompt}, sampling={"max_tokens": 3}, cache_salt="e08"
+    )
+    with grpc.insecure_channel(f"{doors.host}:{doors.grpc_port}") as channel:
+        *_, last = jpd_pb2_grpc.JpdStub(channel).Generate(request)
+    half = over_http(prompt[:32] + prompt[63:31:-1])
+    # The last token of a prompt is always computed, and with it its page.
+    assert (cold, warm, streamed, last.usage.num_cached_tokens, half) == (0, 48, 48, 48, 32)
