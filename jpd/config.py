@@ -12,6 +12,7 @@ Placement = Literal["spread", "pack"]
 AttentionChoice = Literal["auto", "reference", "blocks", "cudnn", "tpu_ragged"]
 Role = Literal["prefill", "decode", "colocated"]
 KVTransport = Literal["host_staged", "jax_transfer"]
+SendBackPolicy = Literal["cost", "always", "never"]
 PrefillLostPolicy = Literal["retry_other_prefill", "fail"]
 TransferFailedPolicy = Literal["retry", "fail"]
 DecodeLostPolicy = Literal["replay", "fail"]
@@ -122,6 +123,7 @@ class RouterConfig:
     local_prefill_tokens: int = (
         0  # uncached suffix up to this: prefill on the decode worker; 0: never
     )
+    send_back: SendBackPolicy = "cost"  # KV that only a decode worker holds, to who prefills
     max_waiting: int = 1024  # requests waiting for room; one more is refused with 429
     request_timeout_seconds: float = 600.0
     transfer_timeout_seconds: float = 30.0

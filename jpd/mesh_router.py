@@ -12,6 +12,7 @@ from jpd.config import (
     PolicyName,
     PrefillLostPolicy,
     RouterConfig,
+    SendBackPolicy,
     SloConfig,
     TransferFailedPolicy,
 )
@@ -31,6 +32,9 @@ def read_router(table: Table) -> RouterConfig:
     router = RouterConfig(
         policy=cast(PolicyName, table.choice("policy", default.policy, PolicyName)),
         local_prefill_tokens=table.integer("local_prefill_tokens", default.local_prefill_tokens),
+        send_back=cast(
+            SendBackPolicy, table.choice("send_back", default.send_back, SendBackPolicy)
+        ),
         max_waiting=table.integer("max_waiting", default.max_waiting, low=1),
         request_timeout_seconds=_seconds(table, "request_timeout_seconds"),
         transfer_timeout_seconds=_seconds(table, "transfer_timeout_seconds"),

@@ -68,6 +68,9 @@ class Metrics:
         self.kv_transfer_bytes = self._counter(
             "kv_transfer_bytes", "KV moved between meshes, to this one", *where
         )
+        self.kv_sent_back = self._counter(
+            "kv_sent_back", "prefixes asked back of decode workers: sent, or computed", "outcome"
+        )
         self.prefix_cache_hit_tokens = self._counter(
             "prefix_cache_hit_tokens",
             "prompt tokens not computed, thanks to the prefix cache",

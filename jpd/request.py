@@ -182,7 +182,8 @@ class Timeline:
     decode_seconds: float = 0.0  # KV complete → last token
     ttft_seconds: float = 0.0  # arrival → first token handed to the frontend
     tpot_seconds: float = 0.0  # (last token − first token) / (output tokens − 1)
-    kv_bytes: int = 0  # moved between meshes
+    kv_bytes: int = 0  # moved to the decode worker
+    sent_back_kv_bytes: int = 0  # moved from it before: a prefix that only it had
     num_cached_tokens: int = 0  # prompt tokens not computed, thanks to the prefix cache
     num_retries: int = 0
     num_replayed_tokens: int = 0  # prefilled again after a preemption or a lost worker

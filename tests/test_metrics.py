@@ -8,6 +8,7 @@ from jpd.request import Timeline
 NAMES = """
 time_to_first_token_seconds inter_token_latency_seconds time_per_output_token_seconds
 request_queue_seconds request_prefill_seconds kv_transfer_seconds kv_transfer_bytes_total
+kv_sent_back_total
 kv_pages_in_use kv_pages kv_pages_cached worker_up prefix_cache_hit_tokens_total requests_total
 requests_failed_total
 compilations_after_ready_total router_decisions_total retries_total requests_waiting

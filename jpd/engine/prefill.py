@@ -7,7 +7,7 @@ of decode.py. Knows no router and no page owner. Owned by its worker's thread.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -20,6 +20,7 @@ from jpd.engine.forward import Leaves
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.logprobs import LogprobArrays, read_logprobs
 from jpd.engine.packing import pack
+from jpd.engine.page_outlet import PageOutlet
 from jpd.engine.prefill_chunk import (
     ChunkEnds,
     ChunkPrompt,
@@ -144,12 +145,13 @@ class PrefillEngine:
         leaves: Leaves,
         emit: Callable[[KVPiece], None],
         wires: Mapping[str, Wire] | None = None,
+        wires_back: Iterable[Wire] = (),
     ) -> None:
-        """`wires`: for each destination, how KV travels to it."""
+        """`wires`: for each destination, how KV travels to it; `wires_back`: how it may return."""
         self._functions, self._cache, self._leaves = functions, cache, leaves
         self._buckets = functions.buckets
-        self._emit = emit
-        self._wires = dict(wires or {})
+        self._outlet = PageOutlet(functions.moves, cache, emit, wires or {})
+        self._wires_back = tuple(wires_back)
         self._scheduler = PrefillScheduler()
         self._tasks: dict[str, _Running] = {}  # until its token is read
         self._in_flight: deque[_InFlight] = deque()
@@ -181,7 +183,8 @@ class PrefillEngine:
             shape = ChunkShape(*layout, self._buckets.max_pages)
             seconds = min(self._measure(shape) for _ in range(NUM_MEASURED))
             self._scheduler.set_seconds(layout, seconds)
-        self._functions.moves.warm_up_gather(self._cache, self._wires.values())
+        self._outlet.warm_up()
+        self._functions.moves.warm_up_scatter(self._cache, self._wires_back)
         jax.block_until_ready(self._cache.layers)
 
     def _measure(self, shape: ChunkShape, *, wants_prompt_logprobs: bool = False) -> float:
@@ -200,13 +203,17 @@ class PrefillEngine:
 
     def learn_destination(self, name: str, like: str) -> None:
         """KV for this new destination travels as that for the other one: nothing is compiled."""
-        self._wires[name] = self._wires[like]
+        self._outlet.learn_destination(name, like)
+
+    def write_pages(self, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:
+        """Put staging arrays that have arrived into these pages of the pool, in order."""
+        self._functions.moves.scatter(self._cache, arrays, page_ids)
 
     def add(self, task: PrefillTask) -> None:
         """Queue a prompt. Its pages are the caller's, to be held until it is done or removed."""
         if not 0 <= task.num_cached_tokens < len(task.token_ids):
             raise ValueError(f"{task.num_cached_tokens} of {len(task.token_ids)} tokens are cached")
-        if task.destination is not None and task.destination not in self._wires:
+        if task.destination is not None and task.destination not in self._outlet:
             raise ValueError(f"unknown destination {task.destination}")
         if task.num_cached_tokens and task.sampling.prompt_logprobs is not None:
             raise ValueError("log-probabilities of cached prompt tokens were not computed")
@@ -302,29 +309,13 @@ class PrefillEngine:
         task = running.task
         if task.destination is None:
             return
-        wire, is_end = self._wires[task.destination], running.num_left == 0
-        end = running.num_done // wire.page_size
-        if is_end:
-            end = -(-running.num_done // wire.page_size)
-        start = running.num_sent_tokens // wire.page_size
-        for num_pages in wire.split(max(0, end - start)):
-            arrays = self._functions.moves.gather(
-                self._cache, task.page_ids, wire, start, num_pages
-            )
-            piece = KVPiece(
-                attempt_id=task.attempt_id,
-                destination=task.destination,
-                page_start=start,
-                num_pages=num_pages,
-                arrays=arrays,
-                wire=wire,
-                num_bytes=wire.num_bytes(num_pages),
-                is_last=is_end and start + num_pages == end,
-                offered_time=time.monotonic(),
-            )
-            self._emit(piece)
-            start += num_pages
-        running.num_sent_tokens = start * wire.page_size
+        page_size, is_end = self._outlet.page_size(task.destination), running.num_left == 0
+        start = running.num_sent_tokens // page_size
+        end = -(-running.num_done // page_size) if is_end else running.num_done // page_size
+        self._outlet.send(
+            task.attempt_id, task.destination, task.page_ids, start, end, is_end=is_end
+        )
+        running.num_sent_tokens = max(start, end) * page_size
 
     def _commit(self, num_unread: int) -> list[PrefillDone]:
         """Read results until `num_unread` chunks are left; those of removed tasks are dropped."""

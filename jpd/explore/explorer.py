@@ -22,7 +22,7 @@ from jpd.explore.virtual_time import VirtualTimeLoop
 from jpd.explore.world import World
 from jpd.metrics import Metrics
 
-MAX_EVENTS = 44
+MAX_EVENTS = 24
 MAX_REQUESTS = 4
 MAX_BATCH = 200
 MAX_SPINS = 2
@@ -151,7 +151,8 @@ class _Explorer:
             happening = draw.choice(happenings)
             self._do(happening.name, happening.do)
         else:
-            worker = draw.choice(world.workers)
+            workers = draw.sample(world.workers, len(world.workers))
+            worker = next((one for one in workers if one.has_work), workers[0])
             self._do(f"turn of {worker.name}", worker.turn)
 
     def _fault(self) -> tuple[str, Callable[[], object]]:
@@ -194,7 +195,8 @@ class _Explorer:
     async def _let_all_move(self) -> None:
         world = self._world
         for worker in world.workers:
-            worker.turn()
+            if worker.has_work:
+                worker.turn()
         for happening in world.network.happenings():
             happening.do()
         world.network.sweep()

@@ -6,7 +6,7 @@ explorer.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -62,6 +62,19 @@ class PaperPool:
         tokens = itertools.chain.from_iterable(self.pages[page] for page in page_ids)
         return list(itertools.islice(tokens, num_tokens))
 
+    def write(
+        self,
+        arrays: Sequence[Any],
+        page_ids: Sequence[int],
+        on_write: Callable[[str, Sequence[int]], None],
+    ) -> None:
+        """Put what arrived for an attempt into these pages, after telling whose and where."""
+        (copied,) = arrays
+        assert isinstance(copied, PaperPages)
+        on_write(copied.attempt_id, page_ids)
+        for page_id, page in zip(page_ids, copied.pages, strict=True):
+            self.pages[page_id][:] = page
+
     def copy(self, attempt_id: str, page_ids: Sequence[int]) -> PaperPages:
         return PaperPages(attempt_id, tuple(tuple(self.pages[page]) for page in page_ids))
 
@@ -71,6 +84,65 @@ class _Running:
     task: PrefillTask
     num_done: int
     num_sent_pages: int
+
+
+class PaperOutlet:
+    """One piece per page: the more there are, the more orders they can come in."""
+
+    def __init__(
+        self,
+        pool: PaperPool,
+        emit: Callable[[KVPiece], None],
+        clock: Callable[[], float],
+        destinations: Collection[str] = (),
+    ) -> None:
+        self._pool, self._emit, self._clock = pool, emit, clock
+        self._destinations = destinations
+
+    def __contains__(self, destination: str) -> bool:
+        return destination in self._destinations
+
+    def page_size(self, destination: str) -> int:
+        return self._pool.page_size
+
+    def send(
+        self,
+        attempt_id: str,
+        destination: str,
+        page_ids: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        is_end: bool,
+    ) -> None:
+        for page in range(start, end):
+            pages = self._pool.copy(attempt_id, page_ids[page : page + 1])
+            self._emit(self._piece(attempt_id, destination, page, (pages,), is_end, end))
+
+    def refuse(self, attempt_id: str, destination: str, start: int) -> None:
+        self._emit(self._piece(attempt_id, destination, start, (), True, start))
+
+    def _piece(
+        self,
+        attempt_id: str,
+        destination: str,
+        page: int,
+        pages: tuple[PaperPages, ...],
+        is_end: bool,
+        end: int,
+    ) -> KVPiece:
+        size = self._pool.page_size
+        return KVPiece(
+            attempt_id=attempt_id,
+            destination=destination,
+            page_start=page,
+            num_pages=len(pages),
+            arrays=cast(tuple[jax.Array, ...], pages),
+            wire=Wire(1, size, (1,), token_bytes=1, dtype="int32"),
+            num_bytes=size * len(pages),
+            is_last=is_end and page + len(pages) == end,
+            offered_time=self._clock(),
+        )
 
 
 class PaperPrefill:
@@ -83,7 +155,9 @@ class PaperPrefill:
         emit: Callable[[KVPiece], None],
         clock: Callable[[], float],
     ) -> None:
-        self._pool, self._chunk, self._emit, self._clock = pool, chunk, emit, clock
+        self._pool, self._chunk = pool, chunk
+        self._outlet = PaperOutlet(pool, emit, clock)
+        self.on_write: Callable[[str, Sequence[int]], None] = lambda attempt_id, page_ids: None
         self._tasks: dict[str, _Running] = {}
         self._finished: list[PrefillDone] = []
 
@@ -133,30 +207,20 @@ class PaperPrefill:
             prefill_seconds=0.0,
         )
 
+    def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
+        self._pool.write(arrays, page_ids, self.on_write)
+
     def _send(self, running: _Running) -> None:
-        """One piece per page: the more there are, the more orders they can come in."""
         task, size = running.task, self._pool.page_size
         is_last = running.num_done == len(task.token_ids)
         end = -(-running.num_done // size) if is_last else running.num_done // size
         if task.destination is None:
             return
-        while running.num_sent_pages < end:
-            page = running.num_sent_pages
-            running.num_sent_pages += 1
-            pages = self._pool.copy(task.attempt_id, task.page_ids[page : page + 1])
-            self._emit(
-                KVPiece(
-                    attempt_id=task.attempt_id,
-                    destination=task.destination,
-                    page_start=page,
-                    num_pages=1,
-                    arrays=cast(tuple[jax.Array, ...], (pages,)),
-                    wire=Wire(1, size, (1,), token_bytes=1, dtype="int32"),
-                    num_bytes=size,
-                    is_last=is_last and page == end - 1,
-                    offered_time=self._clock(),
-                )
-            )
+        start = running.num_sent_pages
+        self._outlet.send(
+            task.attempt_id, task.destination, task.page_ids, start, end, is_end=is_last
+        )
+        running.num_sent_pages = max(start, end)
 
 
 @dataclass(slots=True)
@@ -204,11 +268,7 @@ class PaperDecode:
         running.row = replace(running.row, page_ids=(*running.row.page_ids, page_id))
 
     def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
-        (copied,) = arrays
-        assert isinstance(copied, PaperPages)
-        self.on_write(copied.attempt_id, page_ids)
-        for page_id, page in zip(page_ids, copied.pages, strict=True):
-            self._pool.pages[page_id][:] = page
+        self._pool.write(arrays, page_ids, self.on_write)
 
     def step(self, *, nobody_waits: bool = True) -> list[DecodeDone]:
         results, self._finished = self._finished, []

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jpd.errors import TransferError
 from jpd.transfer.offers import LateReadError, Offers
-from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece
+from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece, PageRequest, Serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class PaperTransfer:
         self.worker, self.offers = worker, offers
         self._network = network
         self._deliver: Deliver | None = None
+        self._serve: Serve | None = None
         self._queue: list[_Offered] = []
         self._copies: list[_Copy] = []
         self._unwanted: set[str] = set()
@@ -110,8 +111,10 @@ class PaperTransfer:
 
     # KVTransfer.
 
-    def register(self, worker: str, mesh: Mesh | None, deliver: Deliver) -> None:
-        self._deliver = deliver
+    def register(
+        self, worker: str, mesh: Mesh | None, deliver: Deliver, serve: Serve | None = None
+    ) -> None:
+        self._deliver, self._serve = deliver, serve
 
     def offer(self, piece: KVPiece) -> None:
         offer_id = self.offers.add(piece)
@@ -125,6 +128,11 @@ class PaperTransfer:
         )
         target = self._network.find(piece.destination)
         self._network.send(f"announce {offer_id}", lambda: target.hear(offered))
+
+    def ask(self, request: PageRequest) -> None:
+        source = self._network.find(request.source)
+        name = f"{self.worker} asks {request.source} for pages of {request.attempt_id}"
+        self._network.send(name, lambda: source.hear_request(request))
 
     def cancel(self, attempt_id: str) -> None:
         self.offers.cancel(attempt_id)
@@ -153,6 +161,10 @@ class PaperTransfer:
     def hear(self, offered: _Offered) -> None:
         if not self._is_closed:
             self._queue.append(offered)
+
+    def hear_request(self, request: PageRequest) -> None:
+        if not self._is_closed and self._serve is not None:
+            self._serve(request)
 
     def sweep(self) -> None:
         for offered in self._queue:

@@ -12,7 +12,7 @@ from jpd.cache.page_allocator import PageAllocator
 from jpd.cache.prefix_cache import PrefixCache
 from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import WorkerLostError
-from jpd.explore.paper_engines import PaperDecode, PaperPool, PaperPrefill
+from jpd.explore.paper_engines import PaperDecode, PaperOutlet, PaperPool, PaperPrefill
 from jpd.explore.paper_transfer import PaperNetwork
 from jpd.worker.client import InProcessClient
 from jpd.worker.decode_attempts import DecodeAttempts
@@ -52,12 +52,13 @@ class PaperWorker:
         name: str,
         role: Role,
         sizes: WorkerSizes,
-        destinations: frozenset[str],
+        peers: frozenset[str],
         network: PaperNetwork,
         clock: Callable[[], float],
     ) -> None:
+        """`peers`: the workers to which it sends KV."""
         self._name, self._role, self._sizes = name, role, sizes
-        self._destinations, self._network, self._clock = destinations, network, clock
+        self._peers, self._network, self._clock = peers, network, clock
         self._room_callbacks: list[Callable[[], None]] = []
         self.is_silent = False  # it does nothing and says nothing, and nobody has been told
         self.start()
@@ -69,8 +70,7 @@ class PaperWorker:
         pool, parts = self._make_parts(transfer)
         self.pool = pool
         self.worker = Worker(self._name, self._role, parts, self._clock)
-        if parts.decode is not None:
-            transfer.register(self._name, None, self.worker.deliver)
+        transfer.register(self._name, None, self.worker.deliver, self.worker.serve)
         self._transfer = transfer
         self._client = InProcessClient(self.worker)
         for callback in self._room_callbacks:
@@ -86,28 +86,32 @@ class PaperWorker:
             page_size=sizes.page_size,
             retain_seconds=sizes.retain_seconds,
         )
-        paper = PaperPool(sizes.num_pages, sizes.page_size)
-        decode = self._make_decode(paper, pool) if self._role != "prefill" else None
+        self._paper = paper = PaperPool(sizes.num_pages, sizes.page_size)
+        decode = self._make_decode(paper, pool, transfer) if self._role != "prefill" else None
         sender = PieceSender(transfer)
-        prefill = PrefillAttempts(
+        engine = PaperPrefill(paper, sizes.chunk, sender.send, self._clock)
+        engine.on_write = self._check_owner
+        self._prefilling = prefill = PrefillAttempts(
             self._name,
-            cast(Any, PaperPrefill(paper, sizes.chunk, sender.send, self._clock)),
+            cast(Any, engine),
             pool,
             sender,
             max_model_len=sizes.max_model_len,
+            transfer_timeout_seconds=sizes.transfer_timeout_seconds,
             on_local_done=decode.complete if decode is not None else None,
+            clock=self._clock,
         )
         return pool, WorkerParts(
             pool=pool,
             prefill=prefill,
             decode=decode,
-            destinations=self._destinations,
+            destinations=self._peers if self._role == "prefill" else frozenset(),
             transfer=transfer,
             warm_up=lambda after_each: after_each(),
             num_compilations=lambda: 0,
         )
 
-    def _make_decode(self, paper: PaperPool, pool: PagePool) -> DecodeAttempts:
+    def _make_decode(self, paper: PaperPool, pool: PagePool, transfer: Any) -> DecodeAttempts:
         engine = PaperDecode(paper, self._sizes.num_slots)
         engine.on_write = self._check_owner
         self._decoding = DecodeAttempts(
@@ -118,22 +122,37 @@ class PaperWorker:
             max_model_len=self._sizes.max_model_len,
             reserve_tokens=self._sizes.reserve_tokens,
             transfer_timeout_seconds=self._sizes.transfer_timeout_seconds,
+            outlet=cast(Any, PaperOutlet(paper, transfer.offer, self._clock, self._peers)),
             clock=self._clock,
         )
         return self._decoding
 
     def _check_owner(self, attempt_id: str, page_ids: Sequence[int]) -> None:
         """I7: KV is only ever written into pages of the attempt that it belongs to."""
-        held = self._decoding.get(attempt_id)
-        assert held is not None, f"KV of {attempt_id}, which holds nothing here, was written"
-        others = set(page_ids) - set(held.pages.page_ids)
+        role = self._prefilling if self._role == "prefill" else self._decoding
+        pages = role.pages_of(attempt_id)
+        assert pages is not None, f"KV of {attempt_id}, which holds nothing here, was written"
+        others = set(page_ids) - set(pages.page_ids)
         assert not others, f"KV of {attempt_id} was written into pages {others} of others"
 
     # Driven by the explorer.
 
+    def remember(self, token_ids: Sequence[int]) -> None:
+        """Hold this as a prefix, as if it had been served before."""
+        pages = self.pool.take(token_ids, len(token_ids))
+        assert pages is not None, "an empty pool is full"
+        for position, token in enumerate(token_ids):
+            self._paper.put(pages.page_ids, position, token)
+        self.pool.keep(token_ids, pages.page_ids)
+        self.pool.release(pages.page_ids)
+
     @property
     def is_lost(self) -> bool:
         return self.is_silent or self._has_failed
+
+    @property
+    def has_work(self) -> bool:
+        return not self.is_lost and self.worker.has_work
 
     def turn(self) -> None:
         """One turn of the worker's loop. I7 after it: every page is owned once, by who says so."""

@@ -24,7 +24,7 @@ from jpd.worker.protocol import Role
 
 LEASE_SECONDS = 1.0
 DEADLINE_SLACK_SECONDS = 1e-3
-POLL_SECONDS = 1.0
+POLL_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -82,6 +82,7 @@ class World:
             self.workers,
             RouterConfig(
                 local_prefill_tokens=draw.choice((0, 0, 3)),
+                send_back=draw.choice(("always", "always", "never")),
                 max_waiting=draw.choice((2, 100)),
                 transfer_timeout_seconds=sizes.transfer_timeout_seconds,
             ),
@@ -96,6 +97,9 @@ class World:
         )
         # A few prompts that share their beginnings, so that prefixes are found.
         self._stem = [draw.randrange(VOCAB_SIZE) for _ in range(12)]
+        for worker in self.workers:
+            if worker.role == "decode" and draw.random() < 0.5:  # as after an earlier answer
+                worker.remember(self._stem[: draw.randint(2, 8)])
 
     def _make_workers(self, sizes: WorkerSizes) -> list[PaperWorker]:
         decoders = [f"decode-{n}" for n in range(self.draw.randint(1, 2))]
@@ -107,7 +111,7 @@ class World:
                 name,
                 role,
                 sizes,
-                frozenset(decoders) if role == "prefill" else frozenset(),
+                frozenset(decoders if role == "prefill" else prefills),
                 self.network,
                 self.clock,
             )
@@ -117,9 +121,7 @@ class World:
     def arrive(self) -> PaperClient:
         """A new request of a client."""
         draw, now = self.draw, self.clock()
-        prompt = self._stem[: draw.randint(1, 8)] + [
-            draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(0, 3))
-        ]
+        prompt = self._beginning() + [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(0, 3))]
         request = Request(
             request_id=f"r{len(self.clients)}",
             prompt_token_ids=tuple(prompt),
@@ -133,6 +135,15 @@ class World:
         client.task = asyncio.get_running_loop().create_task(client.run(self.router))
         self.clients.append(client)
         return client
+
+    def _beginning(self) -> list[int]:
+        """Of a prompt: one that many have, or a conversation that goes on."""
+        said = [client for client in self.clients if len(client.request.prompt_token_ids) < 9]
+        if said and self.draw.random() < 0.4:
+            client = self.draw.choice(said)
+            tokens = [token for output in client.outputs for token in output.token_ids]
+            return [*client.request.prompt_token_ids, *tokens]
+        return self._stem[: self.draw.randint(1, 8)]
 
     def check_end(self) -> None:
         """What holds when all is over and everybody had the time to clean up."""

@@ -18,6 +18,7 @@ from jpd.engine.buckets import ShapeBuckets
 from jpd.engine.compile_counter import CompileCounter
 from jpd.engine.decode import DecodeEngine
 from jpd.engine.functions import ModelFunctions
+from jpd.engine.page_outlet import PageOutlet
 from jpd.engine.prefill import PrefillEngine
 from jpd.guidance.compiler import GrammarCompiler
 from jpd.kernels.backends import AttentionName, resolve
@@ -80,6 +81,18 @@ class Assembly:
         others = (other for other in self.deployment.workers if other.name != source.name)
         return {other.name: self._wire(source, other) for other in others if other.can_decode}
 
+    def wires_back_from(self, source: WorkerConfig) -> dict[str, Wire]:
+        """How KV goes back to each worker that prefills for this one; {}: it never does."""
+        if not source.can_decode or self.deployment.router.send_back == "never":
+            return {}
+        others = (other for other in self.deployment.workers if other.name != source.name)
+        return {other.name: self._wire(source, other) for other in others if other.can_prefill}
+
+    def wires_back_to(self, target: WorkerConfig) -> list[Wire]:
+        """How KV comes back from workers that decode."""
+        wires = (self.wires_back_from(other) for other in self.deployment.workers)
+        return [found[target.name] for found in wires if target.name in found]
+
     def wires_to(self, target: WorkerConfig) -> list[Wire]:
         """How KV arrives from other workers that prefill."""
         wires = (self.wires_from(other) for other in self.deployment.workers)
@@ -126,8 +139,7 @@ def assemble_worker(assembly: Assembly, site: Site) -> Member:
     engines = _make_engines(assembly, site, functions, cache)
     parts = _make_parts(assembly, site, engines, _page_pool(cache.spec, assembly.deployment))
     worker = Worker(site.name, site.config.role, parts)
-    if parts.decode is not None:
-        assembly.transfer.register(site.name, site.mesh, worker.deliver)
+    assembly.transfer.register(site.name, site.mesh, worker.deliver, worker.serve)
     return Member(
         worker,
         InProcessClient(worker, assembly.grammars),
@@ -165,32 +177,39 @@ class _Engines:
     prefill: PrefillEngine | None
     decode: DecodeEngine | None
     sender: PieceSender
+    outlet: PageOutlet | None  # of what the decode engine's worker sends back
 
     def warm_up(self, after_each: Callable[[], None]) -> None:
         """Compile everything. On the worker's thread."""
         for engine in (self.prefill, self.decode):
             if engine is not None:
                 engine.warm_up(after_each)
+        if self.outlet is not None:
+            self.outlet.warm_up()
 
 
 def _make_engines(
     assembly: Assembly, site: Site, functions: ModelFunctions, cache: KVCache
 ) -> _Engines:
     sender = PieceSender(assembly.transfer)
-    prefill = decode = None
+    prefill = decode = outlet = None
     if assembly.prefills(site):
         wires = assembly.wires_from(site.config)
         for target, wire in wires.items():
             logger.info("KV %s -> %s: %s", site.name, target, wire)
-        prefill = PrefillEngine(functions, cache, site.leaves, sender.send, wires)
+        wires_back = assembly.wires_back_to(site.config)
+        prefill = PrefillEngine(functions, cache, site.leaves, sender.send, wires, wires_back)
     if site.config.can_decode:
         wires_to = assembly.wires_to(site.config)
         decode = DecodeEngine(functions, cache, site.leaves, site.config.slots, wires_to)
-    return _Engines(prefill, decode, sender)
+        back = assembly.wires_back_from(site.config)
+        outlet = PageOutlet(functions.moves, cache, assembly.transfer.offer, back)
+    return _Engines(prefill, decode, sender, outlet)
 
 
 def _make_parts(assembly: Assembly, site: Site, engines: _Engines, pool: PagePool) -> WorkerParts:
     decode = prefill = None
+    timeout_seconds = assembly.deployment.router.transfer_timeout_seconds
     if engines.decode is not None:
         decode = DecodeAttempts(
             site.name,
@@ -199,7 +218,8 @@ def _make_parts(assembly: Assembly, site: Site, engines: _Engines, pool: PagePoo
             num_slots=site.config.slots,
             max_model_len=assembly.max_model_len,
             reserve_tokens=assembly.deployment.cache.reserve_tokens,
-            transfer_timeout_seconds=assembly.deployment.router.transfer_timeout_seconds,
+            transfer_timeout_seconds=timeout_seconds,
+            outlet=engines.outlet,
             grammars=assembly.grammars,
         )
     if engines.prefill is not None:
@@ -209,6 +229,7 @@ def _make_parts(assembly: Assembly, site: Site, engines: _Engines, pool: PagePoo
             pool,
             engines.sender,
             max_model_len=assembly.max_model_len,
+            transfer_timeout_seconds=timeout_seconds,
             on_local_done=None if decode is None else decode.complete,
         )
     return WorkerParts(

@@ -2,7 +2,8 @@
 
     queue      prompts that came before            prefill   the uncached tokens
     duplicate  pages that are stored elsewhere     balance   prefilled more than peers
-    transfer   bytes that the decode worker lacks  stall     rows stopped by a local prefill
+    send_back  bytes that only the decode worker   transfer  bytes that it lacks
+               has, where that beats computing     stall     rows stopped by a local prefill
     decode     the answer at the batch's pace      batch     what it slows the others down
     headroom   rows and pages that are left
 
@@ -58,6 +59,7 @@ class CostTerms:
     prefill: float = 0.0
     duplicate: float = 0.0
     balance: float = 0.0
+    send_back: float = 0.0
     transfer: float = 0.0
     stall: float = 0.0
     decode: float = 0.0
@@ -145,6 +147,38 @@ def transfer_seconds(sender: WorkerView, receiver: WorkerView, wishes: Wishes) -
     return sender.link_to(receiver.name).at(num_bytes)
 
 
+def num_sent_back(view: WorkerView, decoder: WorkerView, wishes: Wishes) -> int:
+    """Prompt tokens that the decode worker could send to this prefill worker, which lacks them."""
+    if wishes.send_back == "never":
+        return 0
+    cached = wishes.cached_tokens
+    return max(0, cached.get(decoder.name, 0) - cached.get(view.name, 0))
+
+
+def send_back_seconds(view: WorkerView, decoder: WorkerView, wishes: Wishes) -> float:
+    num_bytes = num_sent_back(view, decoder, wishes) * decoder.kv_bytes_per_token
+    return decoder.link_to(view.name).at(num_bytes)
+
+
+def send_back_gain(view: WorkerView, decoder: WorkerView, wishes: Wishes) -> float:
+    """Seconds that sending back saves against computing the same tokens again.
+
+    Nothing is sent, and 0 saved, where it would cost more; unless it has to be.
+    """
+    num_tokens = num_sent_back(view, decoder, wishes)
+    if not num_tokens:
+        return 0.0
+    saved = view.prefill_line.slope * num_tokens - send_back_seconds(view, decoder, wishes)
+    return saved if wishes.send_back == "always" else max(0.0, saved)
+
+
+def is_sent_back_to(view: WorkerView, decoder: WorkerView, wishes: Wishes) -> bool:
+    """Whether the decode worker shall send what it has to this prefill worker."""
+    if wishes.send_back == "always":
+        return num_sent_back(view, decoder, wishes) > 0
+    return send_back_gain(view, decoder, wishes) > 0.0
+
+
 def stall_seconds(view: WorkerView, wishes: Wishes, num_rows: int) -> float:
     """What a prefill on the decode worker takes from its rows, all together."""
     line = view.prefill_line
@@ -190,8 +224,11 @@ def _best_prefill(
     """Seconds of the best way to prefill for this decode worker, itself included if it may."""
     name, num_uncached = decoder.name, wishes.num_uncached(decoder.name)
     num_bytes = num_uncached * decoder.kv_bytes_per_token
+    can_return = wishes.send_back != "never" and name in wishes.cached_tokens
     least = math.inf
     for cost, sender in senders:
+        if can_return:
+            cost -= send_back_gain(sender, decoder, wishes)
         if cost < least and sender.name != name:
             line = sender.links.get(name, sender.link_line)
             least = min(least, cost + line.base + line.slope * num_bytes)
@@ -211,6 +248,9 @@ def remote_costs(views: Sequence[WorkerView], decoder: WorkerView, wishes: Wishe
     costs = prefill_costs(views, wishes, peers_of(views, wishes))
     name, num_bytes = decoder.name, wishes.num_uncached(decoder.name) * decoder.kv_bytes_per_token
     lines = [view.links.get(name, view.link_line) for view in views]
+    if wishes.send_back != "never" and name in wishes.cached_tokens:
+        gains = (send_back_gain(view, decoder, wishes) for view in views)
+        costs = [cost - gain for cost, gain in zip(costs, gains, strict=True)]
     return [
         cost + line.base + line.slope * num_bytes for cost, line in zip(costs, lines, strict=True)
     ]
@@ -242,7 +282,7 @@ def is_local_cheaper(decoder: WorkerView, prefill: WorkerView | None, wishes: Wi
     if prefill is None:
         return True
     there = prefill_seconds(prefill, wishes.num_uncached(prefill.name))
-    there += transfer_seconds(prefill, decoder, wishes)
+    there += transfer_seconds(prefill, decoder, wishes) - send_back_gain(prefill, decoder, wishes)
     here = prefill_seconds(decoder, num_uncached)
     here += stall_seconds(decoder, wishes, max(0, decoder.num_rows - 1))
     return here <= there + TIE_SECONDS
@@ -258,11 +298,13 @@ def explain(decoder: WorkerView, prefill: WorkerView, wishes: Wishes, fleet: Fle
     num_rows, length = max(0, decoder.num_rows - 1), 1e3 * wishes.num_output_tokens
     pace = step.at(num_rows + 1)
     share = decode_load(decoder)
+    is_sent_back = not is_local and is_sent_back_to(prefill, decoder, wishes)
     return CostTerms(
         queue=1e3 * (line.base * prefill.num_prefills + line.slope * prefill.num_prefill_tokens),
-        prefill=1e3 * line.at(wishes.num_uncached(prefill.name)),
+        prefill=1e3 * line.at(wishes.num_uncached(decoder.name if is_sent_back else prefill.name)),
         duplicate=1e3 * duplicate_seconds(cached, peers),
         balance=1e3 * balance_seconds(prefill, cached, wishes, peers),
+        send_back=1e3 * send_back_seconds(prefill, decoder, wishes) if is_sent_back else 0.0,
         transfer=0.0 if is_local else 1e3 * transfer_seconds(prefill, decoder, wishes),
         stall=1e3 * stall_seconds(decoder, wishes, num_rows) if is_local else 0.0,
         decode=length * pace,

@@ -36,6 +36,7 @@ from jpd.worker.protocol import (
     DecodeEvent,
     PrefillResult,
     Reservation,
+    SentBack,
 )
 
 _log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class Journey:
         holding, reservation, wishes = await self._reserve(attempt)
         try:
             choice = self._choose(attempt, reservation, wishes)
+            reservation = replace(reservation, is_sent_back=choice.is_sent_back)
             result = await self._prefill(holding, reservation, choice)
             first = TokenOutput(
                 (result.token_id,),
@@ -200,6 +202,8 @@ class Journey:
         _log.debug("%s: %s on %s: %s", holding.attempt.attempt_id, choice.path, worker, terms)
         self._fleet.see_prefill(worker, result.num_computed_tokens, result.prefill_seconds)
         self._fleet.prefixes.expect(worker, self._demand.page_hashes().all())
+        if result.sent_back is not None:
+            self._see_sent_back(reservation, result.sent_back)
         if record.sent_token_ids:
             self._timeline.num_replayed_tokens += result.num_computed_tokens
             self._metrics.replayed_tokens.inc(result.num_computed_tokens)
@@ -212,6 +216,25 @@ class Journey:
             if self._timeline.session_kv == "dropped" and result.num_cached_tokens:
                 self._timeline.session_kv = "moved"  # sent again by the worker that prefilled it
         return result
+
+    def _see_sent_back(self, reservation: Reservation, sent_back: SentBack) -> None:
+        """What the decode worker held has gone to the prefill worker, or was computed again."""
+        self._timeline.sent_back_kv_bytes += sent_back.num_bytes
+        moved = self._metrics.kv_transfer_bytes.labels(self._prefill_worker, "prefill")
+        moved.inc(sent_back.num_bytes)
+        outcome = "sent" if sent_back.num_tokens else "computed"
+        self._metrics.kv_sent_back.labels(outcome).inc()
+        if sent_back.num_tokens:
+            self.record.note("send_back")
+            self._fleet.see_transfer(
+                reservation.worker,
+                self._prefill_worker,
+                sent_back.num_tokens,
+                sent_back.num_bytes,
+                sent_back.seconds,
+            )
+        else:
+            self.record.note("send_back_failed")
 
     async def _decode(self, holding: Holding, result: PrefillResult) -> None:
         is_local = self._prefill_worker == self._decode_worker

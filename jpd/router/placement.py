@@ -14,7 +14,7 @@ from typing import Literal
 
 from jpd.cache.page_hashes import PageHashes
 from jpd.config import RouterConfig
-from jpd.router.cost import CostTerms, explain, is_local_cheaper
+from jpd.router.cost import CostTerms, explain, is_local_cheaper, is_sent_back_to
 from jpd.router.fleet import Fleet
 from jpd.router.policies import POLICIES
 from jpd.router.policy import Path, Wishes, WorkerView, decode_load, prefill_load, yielding_decoders
@@ -40,6 +40,7 @@ class Choice:
     prefill: WorkerView
     decode: WorkerView
     num_uncached_tokens: int  # to be computed on the prefill worker, as far as is known
+    is_sent_back: bool  # what the decode worker holds goes to the prefill worker first
     reason: Reason
     wishes: Wishes
     fleet: Sequence[WorkerView]
@@ -56,6 +57,7 @@ class Placement:
         self._fleet, self._page_size = fleet, page_size
         self.policy_name, self._policy = config.policy, POLICIES[config.policy]
         self._limit = config.local_prefill_tokens
+        self._send_back = config.send_back
         self._mean_prompt = 0.0
         self._mean_output = FIRST_OUTPUT_TOKENS
 
@@ -77,6 +79,7 @@ class Placement:
             cached_tokens={name: pages * self._page_size for name, pages in matched.items()},
             num_output_tokens=min(self._mean_output, float(max_output_tokens)),
             local_prefill_tokens=self._limit,
+            send_back=self._send_back,
             is_long=wishes.num_tokens > LONG_FACTOR * self._mean_prompt,
             recent_scale=self._fleet.recent_scale(),
         )
@@ -120,7 +123,19 @@ class Placement:
             return None
         reason = _reason(chosen.name, decode_worker, wishes, self._policy.keeps_sessions)
         num_uncached = wishes.num_uncached(chosen.name)
-        return Choice(path, chosen, decoder, num_uncached, reason, wishes, self._fleet.snapshot())
+        goes_back = path == "disaggregated" and is_sent_back_to(chosen, decoder, wishes)
+        if goes_back:
+            num_uncached = wishes.num_uncached(decode_worker)
+        return Choice(
+            path,
+            chosen,
+            decoder,
+            num_uncached,
+            goes_back,
+            reason,
+            wishes,
+            self._fleet.snapshot(),
+        )
 
 
 def _reason(prefill: str, decode: str, wishes: Wishes, keeps_sessions: bool) -> Reason:

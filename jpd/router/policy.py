@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from jpd.config import SendBackPolicy
 from jpd.router.rates import Line, RateSeed
 from jpd.worker.protocol import Role
 
@@ -82,6 +83,7 @@ class Wishes(NamedTuple):
     lost: Collection[str] = ()  # never again for this request
     avoided: Collection[str] = ()  # only when there is no other
     disaggregate: bool | None = None  # forced path; None: whichever is cheaper
+    send_back: SendBackPolicy = "never"  # KV that only the decode worker has, to who prefills
     local_prefill_tokens: int = 0  # longer uncached suffixes are never prefilled on decode
     is_long: bool = False  # among the prompts of late
     draw: int = 0  # a random number of this request

@@ -177,27 +177,26 @@ class Router:
 
     def check_integrity(self) -> None:
         """Every count against a recount of what live requests hold. Raises AssertionError."""
-        holdings = [journey.holding for journey in self._journeys.values()]
-        for view in self._parts.fleet.snapshot():
-            rows = [held for held in holdings if held and held.decode_worker == view.name]
-            prefills = [
-                held
-                for held in holdings
-                if held and held.num_prefill_tokens and held.prefill_worker == view.name
-            ]
-            counted = (
+        views = self._parts.fleet.snapshot()
+        recounted = {view.name: [0, 0, 0, 0] for view in views}
+        for held in filter(None, (journey.holding for journey in self._journeys.values())):
+            if held.decode_worker:
+                work = recounted[held.decode_worker]
+                work[0] += 1
+                work[1] += held.row.num_pages
+            if held.num_prefill_tokens:
+                work = recounted[held.prefill_worker]
+                work[2] += 1
+                work[3] += held.num_prefill_tokens
+        for view in views:
+            counted = [
                 view.num_rows,
                 view.num_reserved_pages,
                 view.num_prefills,
                 view.num_prefill_tokens,
-            )
-            recounted = (
-                len(rows),
-                sum(held.row.num_pages for held in rows),
-                len(prefills),
-                sum(held.num_prefill_tokens for held in prefills),
-            )
-            assert counted == recounted, f"{view.name}: counted {counted}, there are {recounted}"
+            ]
+            there = recounted[view.name]
+            assert counted == there, f"{view.name}: counted {counted}, there are {there}"
         self._parts.waiting_room.check_integrity()
         if not self._journeys:
             assert self._parts.waiting_room.is_idle(), "nobody is there, yet somebody waits"

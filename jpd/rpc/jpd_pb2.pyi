@@ -260,7 +260,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queue_seconds", "prefill_seconds", "transfer_seconds", "decode_seconds", "ttft_seconds", "tpot_seconds", "kv_bytes", "num_cached_tokens", "num_retries", "num_replayed_tokens", "prefill_worker", "decode_worker", "num_draft_tokens", "num_accepted_tokens", "path", "cost_ms", "session_kv")
+    __slots__ = ("queue_seconds", "prefill_seconds", "transfer_seconds", "decode_seconds", "ttft_seconds", "tpot_seconds", "kv_bytes", "sent_back_kv_bytes", "num_cached_tokens", "num_retries", "num_replayed_tokens", "prefill_worker", "decode_worker", "num_draft_tokens", "num_accepted_tokens", "path", "cost_ms", "session_kv")
     class CostMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +275,7 @@ class Timeline(_message.Message):
     TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TPOT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BACK_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_RETRIES_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +293,7 @@ class Timeline(_message.Message):
     ttft_seconds: float
     tpot_seconds: float
     kv_bytes: int
+    sent_back_kv_bytes: int
     num_cached_tokens: int
     num_retries: int
     num_replayed_tokens: int
@@ -302,7 +304,7 @@ class Timeline(_message.Message):
     path: _containers.RepeatedScalarFieldContainer[str]
     cost_ms: _containers.ScalarMap[str, float]
     session_kv: str
-    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_retries: _Optional[int] = ..., num_replayed_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., path: _Optional[_Iterable[str]] = ..., cost_ms: _Optional[_Mapping[str, float]] = ..., session_kv: _Optional[str] = ...) -> None: ...
+    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., sent_back_kv_bytes: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_retries: _Optional[int] = ..., num_replayed_tokens: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., path: _Optional[_Iterable[str]] = ..., cost_ms: _Optional[_Mapping[str, float]] = ..., session_kv: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat", "add_special_tokens")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10jpd/rpc/kv.proto\x12\tjpd.kv.v1\"%\n\x0cOfferRequest\x12\x15\n\rnotice_record\x18\x01 \x01(\x0c\"!\n\rOfferResponse\x12\x10\n\x08is_known\x18\x01 \x01(\x08\"\x1f\n\x0bPullRequest\x12\x10\n\x08offer_id\x18\x01 \x01(\t\"J\n\x0cPullResponse\x12\r\n\x05\x61rray\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06ticket\x18\x04 \x01(\x04\"!\n\x0cRenewRequest\x12\x11\n\toffer_ids\x18\x01 \x03(\t\"\x0f\n\rRenewResponse\"#\n\x0eReleaseRequest\x12\x11\n\toffer_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse2\x81\x02\n\nKvTransfer\x12:\n\x05Offer\x12\x17.jpd.kv.v1.OfferRequest\x1a\x18.jpd.kv.v1.OfferResponse\x12\x39\n\x04Pull\x12\x16.jpd.kv.v1.PullRequest\x1a\x17.jpd.kv.v1.PullResponse0\x01\x12:\n\x05Renew\x12\x17.jpd.kv.v1.RenewRequest\x1a\x18.jpd.kv.v1.RenewResponse\x12@\n\x07Release\x12\x19.jpd.kv.v1.ReleaseRequest\x1a\x1a.jpd.kv.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10jpd/rpc/kv.proto\x12\tjpd.kv.v1\"%\n\x0cOfferRequest\x12\x15\n\rnotice_record\x18\x01 \x01(\x0c\"!\n\rOfferResponse\x12\x10\n\x08is_known\x18\x01 \x01(\x08\"$\n\nAskRequest\x12\x16\n\x0erequest_record\x18\x01 \x01(\x0c\"\x1f\n\x0b\x41skResponse\x12\x10\n\x08is_known\x18\x01 \x01(\x08\"\x1f\n\x0bPullRequest\x12\x10\n\x08offer_id\x18\x01 \x01(\t\"J\n\x0cPullResponse\x12\r\n\x05\x61rray\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06ticket\x18\x04 \x01(\x04\"!\n\x0cRenewRequest\x12\x11\n\toffer_ids\x18\x01 \x03(\t\"\x0f\n\rRenewResponse\"#\n\x0eReleaseRequest\x12\x11\n\toffer_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse2\xb7\x02\n\nKvTransfer\x12:\n\x05Offer\x12\x17.jpd.kv.v1.OfferRequest\x1a\x18.jpd.kv.v1.OfferResponse\x12\x34\n\x03\x41sk\x12\x15.jpd.kv.v1.AskRequest\x1a\x16.jpd.kv.v1.AskResponse\x12\x39\n\x04Pull\x12\x16.jpd.kv.v1.PullRequest\x1a\x17.jpd.kv.v1.PullResponse0\x01\x12:\n\x05Renew\x12\x17.jpd.kv.v1.RenewRequest\x1a\x18.jpd.kv.v1.RenewResponse\x12@\n\x07Release\x12\x19.jpd.kv.v1.ReleaseRequest\x1a\x1a.jpd.kv.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,18 +35,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OFFERREQUEST']._serialized_end=68
   _globals['_OFFERRESPONSE']._serialized_start=70
   _globals['_OFFERRESPONSE']._serialized_end=103
-  _globals['_PULLREQUEST']._serialized_start=105
-  _globals['_PULLREQUEST']._serialized_end=136
-  _globals['_PULLRESPONSE']._serialized_start=138
-  _globals['_PULLRESPONSE']._serialized_end=212
-  _globals['_RENEWREQUEST']._serialized_start=214
-  _globals['_RENEWREQUEST']._serialized_end=247
-  _globals['_RENEWRESPONSE']._serialized_start=249
-  _globals['_RENEWRESPONSE']._serialized_end=264
-  _globals['_RELEASEREQUEST']._serialized_start=266
-  _globals['_RELEASEREQUEST']._serialized_end=301
-  _globals['_RELEASERESPONSE']._serialized_start=303
-  _globals['_RELEASERESPONSE']._serialized_end=320
-  _globals['_KVTRANSFER']._serialized_start=323
-  _globals['_KVTRANSFER']._serialized_end=580
+  _globals['_ASKREQUEST']._serialized_start=105
+  _globals['_ASKREQUEST']._serialized_end=141
+  _globals['_ASKRESPONSE']._serialized_start=143
+  _globals['_ASKRESPONSE']._serialized_end=174
+  _globals['_PULLREQUEST']._serialized_start=176
+  _globals['_PULLREQUEST']._serialized_end=207
+  _globals['_PULLRESPONSE']._serialized_start=209
+  _globals['_PULLRESPONSE']._serialized_end=283
+  _globals['_RENEWREQUEST']._serialized_start=285
+  _globals['_RENEWREQUEST']._serialized_end=318
+  _globals['_RENEWRESPONSE']._serialized_start=320
+  _globals['_RENEWRESPONSE']._serialized_end=335
+  _globals['_RELEASEREQUEST']._serialized_start=337
+  _globals['_RELEASEREQUEST']._serialized_end=372
+  _globals['_RELEASERESPONSE']._serialized_start=374
+  _globals['_RELEASERESPONSE']._serialized_end=391
+  _globals['_KVTRANSFER']._serialized_start=394
+  _globals['_KVTRANSFER']._serialized_end=705
 # @@protoc_insertion_point(module_scope)

@@ -18,6 +18,18 @@ class OfferResponse(_message.Message):
     is_known: bool
     def __init__(self, is_known: _Optional[bool] = ...) -> None: ...
 
+class AskRequest(_message.Message):
+    __slots__ = ("request_record",)
+    REQUEST_RECORD_FIELD_NUMBER: _ClassVar[int]
+    request_record: bytes
+    def __init__(self, request_record: _Optional[bytes] = ...) -> None: ...
+
+class AskResponse(_message.Message):
+    __slots__ = ("is_known",)
+    IS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    is_known: bool
+    def __init__(self, is_known: _Optional[bool] = ...) -> None: ...
+
 class PullRequest(_message.Message):
     __slots__ = ("offer_id",)
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]

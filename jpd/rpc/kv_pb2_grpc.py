@@ -39,6 +39,11 @@ class KvTransferStub:
                 request_serializer=jpd_dot_rpc_dot_kv__pb2.OfferRequest.SerializeToString,
                 response_deserializer=jpd_dot_rpc_dot_kv__pb2.OfferResponse.FromString,
                 _registered_method=True)
+        self.Ask = channel.unary_unary(
+                '/jpd.kv.v1.KvTransfer/Ask',
+                request_serializer=jpd_dot_rpc_dot_kv__pb2.AskRequest.SerializeToString,
+                response_deserializer=jpd_dot_rpc_dot_kv__pb2.AskResponse.FromString,
+                _registered_method=True)
         self.Pull = channel.unary_stream(
                 '/jpd.kv.v1.KvTransfer/Pull',
                 request_serializer=jpd_dot_rpc_dot_kv__pb2.PullRequest.SerializeToString,
@@ -61,6 +66,13 @@ class KvTransferServicer:
 
     def Offer(self, request, context):
         """A piece for a worker of this process is ready to be pulled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Ask(self, request, context):
+        """A worker of another process lacks pages that one of this process holds: offer them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +107,11 @@ def add_KvTransferServicer_to_server(servicer, server):
                     servicer.Offer,
                     request_deserializer=jpd_dot_rpc_dot_kv__pb2.OfferRequest.FromString,
                     response_serializer=jpd_dot_rpc_dot_kv__pb2.OfferResponse.SerializeToString,
+            ),
+            'Ask': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ask,
+                    request_deserializer=jpd_dot_rpc_dot_kv__pb2.AskRequest.FromString,
+                    response_serializer=jpd_dot_rpc_dot_kv__pb2.AskResponse.SerializeToString,
             ),
             'Pull': grpc.unary_stream_rpc_method_handler(
                     servicer.Pull,
@@ -139,6 +156,33 @@ class KvTransfer:
             '/jpd.kv.v1.KvTransfer/Offer',
             jpd_dot_rpc_dot_kv__pb2.OfferRequest.SerializeToString,
             jpd_dot_rpc_dot_kv__pb2.OfferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpd.kv.v1.KvTransfer/Ask',
+            jpd_dot_rpc_dot_kv__pb2.AskRequest.SerializeToString,
+            jpd_dot_rpc_dot_kv__pb2.AskResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 
 from jpd.errors import TransferError
 from jpd.transfer.checksum import parts_agree
-from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece, KVTransfer
+from jpd.transfer.protocol import (
+    ArrivedPiece,
+    Deliver,
+    KVPiece,
+    KVTransfer,
+    PageRequest,
+    Serve,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +31,16 @@ class CheckedTransfer:
     def __init__(self, inner: KVTransfer) -> None:
         self._inner = inner
 
-    def register(self, worker: str, mesh: Mesh, deliver: Deliver) -> None:
-        self._inner.register(worker, mesh, lambda piece: deliver(checked(piece, worker)))
+    def register(
+        self, worker: str, mesh: Mesh, deliver: Deliver, serve: Serve | None = None
+    ) -> None:
+        self._inner.register(worker, mesh, lambda piece: deliver(checked(piece, worker)), serve)
 
     def offer(self, piece: KVPiece) -> None:
         self._inner.offer(piece)
+
+    def ask(self, request: PageRequest) -> None:
+        self._inner.ask(request)
 
     def cancel(self, attempt_id: str) -> None:
         self._inner.cancel(attempt_id)
@@ -42,7 +54,7 @@ class CheckedTransfer:
 
 def checked(piece: ArrivedPiece, worker: str) -> ArrivedPiece:
     """The piece without its checksum, or the error that it does not agree. Blocks."""
-    if piece.error is not None:
+    if not piece.arrays:  # an error, or the word that there are no pages
         return piece
     *arrays, sums = piece.arrays
     agree = parts_agree(tuple(arrays), sums)

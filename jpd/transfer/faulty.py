@@ -18,7 +18,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpd.errors import TransferError
-from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece, KVTransfer
+from jpd.transfer.protocol import (
+    ArrivedPiece,
+    Deliver,
+    KVPiece,
+    KVTransfer,
+    PageRequest,
+    Serve,
+)
 
 Stage = Literal["offer", "pull", "arrive", "release"]
 Action = Literal["delay", "drop", "raise", "corrupt"]
@@ -60,11 +67,17 @@ class FaultyTransfer:
         self._num_unreleased = 0  # for ever
         self.num_faults = 0
 
-    def register(self, worker: str, mesh: Mesh, deliver: Deliver) -> None:
+    def register(
+        self, worker: str, mesh: Mesh, deliver: Deliver, serve: Serve | None = None
+    ) -> None:
         def deliver_or_break(piece: ArrivedPiece) -> None:
             self._arrive(worker, piece, deliver)
 
-        self._inner.register(worker, mesh, deliver_or_break)
+        self._inner.register(worker, mesh, deliver_or_break, serve)
+
+    def ask(self, request: PageRequest) -> None:
+        """A request that is lost is one whose piece is dropped: it is not broken by itself."""
+        self._inner.ask(request)
 
     def offer(self, piece: KVPiece) -> None:
         """Break the piece as it is offered or pulled. Raises OSError where that is the fault."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jpd.errors import TransferError
 from jpd.transfer.destination import Destination
 from jpd.transfer.lane import Lane
-from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece
+from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece, PageRequest, Serve
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +26,27 @@ class InProcessTransfer:
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._lanes: dict[str, Lane[KVPiece]] = {}
+        self._serves: dict[str, Serve] = {}
 
-    def register(self, worker: str, mesh: Mesh, deliver: Deliver) -> None:
+    def register(
+        self, worker: str, mesh: Mesh, deliver: Deliver, serve: Serve | None = None
+    ) -> None:
         """Start the destination's thread. Called for all destinations before the first offer."""
         if worker in self._lanes:
             raise ValueError(f"destination {worker} is registered already")
         puller = _Puller(worker, Destination(mesh), self._timeout_seconds)
         self._lanes[worker] = Lane(worker, puller.pull, deliver)
+        if serve is not None:
+            self._serves[worker] = serve
 
     def offer(self, piece: KVPiece) -> None:
         self._lanes[piece.destination].put(piece)
+
+    def ask(self, request: PageRequest) -> None:
+        serve = self._serves.get(request.source)
+        if serve is None:
+            raise OSError(f"worker {request.source} gives nothing away here")
+        serve(request)
 
     def cancel(self, attempt_id: str) -> None:
         for lane in self._lanes.values():

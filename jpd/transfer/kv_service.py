@@ -16,6 +16,7 @@ from jpd.rpc.records import RecordError, load
 from jpd.rpc.security import AUTHORIZATION, SERVER_OPTIONS, Security, add_port, with_port
 from jpd.transfer.notice import Notice
 from jpd.transfer.offers import LateReadError
+from jpd.transfer.protocol import PageRequest
 
 MAX_THREADS = 32
 """Pulls served at a time; further ones wait."""
@@ -25,6 +26,8 @@ class KVEndpoint(Protocol):
     """What the service passes calls to."""
 
     def hear(self, notice: Notice) -> bool: ...
+
+    def hear_request(self, request: PageRequest) -> bool: ...
 
     def serve(self, offer_id: str, is_over: Callable[[], bool]) -> Iterator[pb.PullResponse]:
         """Raises LateReadError."""
@@ -47,6 +50,13 @@ class KVService(KvTransferServicer):
         except RecordError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return pb.OfferResponse(is_known=self._endpoint.hear(notice))
+
+    def Ask(self, request: pb.AskRequest, context: Any) -> pb.AskResponse:
+        try:
+            asked = load(request.request_record, PageRequest)
+        except RecordError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return pb.AskResponse(is_known=self._endpoint.hear_request(asked))
 
     def Pull(self, request: pb.PullRequest, context: Any) -> Iterator[pb.PullResponse]:
         try:

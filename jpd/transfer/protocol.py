@@ -1,10 +1,11 @@
 """What travels between workers and the three verbs that move it.
 
-A prefill worker *offers* a piece, the transfer *pulls* it to the destination's mesh, and *releases*
-the staging arrays on the way when the piece has arrived or its attempt is cancelled. Staging arrays
-are never part of a KV pool, so neither side's pages are touched while a copy is in flight: the
-source's pages may be freed after the gather was dispatched, the destination's are written by their
-own thread after arrival.
+A worker *offers* a piece, the transfer *pulls* it to the destination's mesh, and *releases* the
+staging arrays on the way when the piece has arrived or its attempt is cancelled. A prefill worker
+offers what it computed; a decode worker what it is *asked* for. Staging arrays are never part of a
+KV pool, so neither side's pages are touched while a copy is in flight: the source's pages may be
+freed after the gather was dispatched, the destination's are written by their own thread after
+arrival.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ class KVPiece:
     """Pages of one attempt, gathered into staging arrays on the source mesh, ready to travel.
 
     Pages are of the destination's size. `page_start` counts those of the sequence, not of a pool.
-    Arrays are padded to a bucket: rows from `num_pages` on are rubbish.
+    Arrays are padded to a bucket: rows from `num_pages` on are rubbish. A piece of no pages says
+    that the source does not hold what it was asked for.
     """
 
     attempt_id: str
@@ -50,19 +52,45 @@ class ArrivedPiece:
     error: TransferError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """Pages of an attempt that `destination` lacks and `source` holds."""
+
+    attempt_id: str
+    source: str
+    destination: str
+    page_start: int  # of the destination's pages, counted in the sequence
+    num_pages: int
+
+
 Deliver = Callable[[ArrivedPiece], None]
 """Takes an arrived piece. Called on a transfer thread; must not block and must not raise."""
+
+Serve = Callable[[PageRequest], None]
+"""Offers what is asked for, soon. Called on any thread; must not block and must not raise."""
 
 
 class KVTransfer(Protocol):
     """Moves pieces to registered workers. All methods may be called from any thread."""
 
-    def register(self, worker: str, mesh: Mesh, deliver: Deliver) -> None:
-        """Make `worker` a destination whose pieces go to `mesh` and then to `deliver`."""
+    def register(
+        self, worker: str, mesh: Mesh, deliver: Deliver, serve: Serve | None = None
+    ) -> None:
+        """Make `worker` a destination whose pieces go to `mesh` and then to `deliver`.
+
+        What others ask of it goes to `serve`; None: it has nothing to give.
+        """
         ...
 
     def offer(self, piece: KVPiece) -> None:
         """Send a piece. Never blocks; what goes wrong is delivered as the piece's error."""
+        ...
+
+    def ask(self, request: PageRequest) -> None:
+        """Let the source offer these pages. Never blocks. OSError: nobody knows where it is.
+
+        A request may be lost: the destination has a deadline of its own.
+        """
         ...
 
     def cancel(self, attempt_id: str) -> None:

@@ -1,9 +1,10 @@
 """Transfer between processes: pieces are offered over gRPC, and pulled by their destination.
 
-1. `offer` keeps a piece in the book (offers.py) and sends a notice. 2. The destination's lane pulls
-when its turn comes, over a transport (transports.py), and meanwhile renews the leases of what it
-has queued. 3. What has arrived, and what nobody wants any more, is released. A piece for a worker
-of this process takes the way of the inner transfer. Nothing here blocks a worker's thread.
+1. `offer` keeps a piece in the book (offers.py) and sends a notice; `ask` lets another process do
+so. 2. The destination's lane pulls when its turn comes, over a transport (transports.py), and
+meanwhile renews the leases of what it has queued. 3. What has arrived, and what nobody wants any
+more, is released. What is between workers of this process takes the way of the inner transfer.
+Nothing here blocks a worker's thread.
 """
 
 import logging
@@ -26,7 +27,14 @@ from jpd.transfer.kv_service import KVServer
 from jpd.transfer.lane import Lane
 from jpd.transfer.notice import Notice, notice_of
 from jpd.transfer.offers import Offers
-from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece, KVTransfer
+from jpd.transfer.protocol import (
+    ArrivedPiece,
+    Deliver,
+    KVPiece,
+    KVTransfer,
+    PageRequest,
+    Serve,
+)
 from jpd.transfer.transports import Transport
 
 logger = logging.getLogger(__name__)
@@ -60,6 +68,7 @@ class RemoteTransfer:
         self._released = threading.Condition(self._lock)
         self._offers: Offers[KVPiece] = Offers(lease_seconds, time.monotonic, uuid.uuid4().hex[:8])
         self._lanes: dict[str, Lane[Notice]] = {}
+        self._serves: dict[str, Serve] = {}
         self._peers: dict[str, str] = {}
         self._channels: dict[str, grpc.Channel] = {}
         self._serving: set[str] = set()  # offers that are being read
@@ -93,8 +102,12 @@ class RemoteTransfer:
 
     # KVTransfer.
 
-    def register(self, worker: str, mesh: Mesh, deliver: Deliver) -> None:
-        self._local.register(worker, mesh, deliver)
+    def register(
+        self, worker: str, mesh: Mesh, deliver: Deliver, serve: Serve | None = None
+    ) -> None:
+        self._local.register(worker, mesh, deliver, serve)
+        if serve is not None:
+            self._serves[worker] = serve
         puller = _Puller(worker, Destination(mesh), self._transport, self._open_pull)
         self._lanes[worker] = Lane(
             f"{worker}-remote",
@@ -120,6 +133,17 @@ class RemoteTransfer:
         notice = notice_of(piece, offer_id, self.address, name, place)
         call = self._call(peer, "Offer", pb.OfferRequest(notice_record=dump(notice)))
         call.add_done_callback(lambda done: self._check_heard(done, offer_id, peer))
+
+    def ask(self, request: PageRequest) -> None:
+        if request.source in self._serves:
+            self._local.ask(request)
+            return
+        with self._lock:
+            peer = self._peers.get(request.source)
+        if peer is None:
+            raise OSError(f"no peer is known that has worker {request.source}")
+        call = self._call(peer, "Ask", pb.AskRequest(request_record=dump(request)))
+        call.add_done_callback(lambda done: self._check_asked(done, request.attempt_id, peer))
 
     def cancel(self, attempt_id: str) -> None:
         self._local.cancel(attempt_id)
@@ -162,6 +186,12 @@ class RemoteTransfer:
             return False
         lane.put(notice)
         return True
+
+    def hear_request(self, request: PageRequest) -> bool:
+        serve = self._serves.get(request.source)
+        if serve is not None:
+            serve(request)
+        return serve is not None
 
     def serve(self, offer_id: str, is_over: Callable[[], bool]) -> Iterator[pb.PullResponse]:
         with self._lock:
@@ -210,6 +240,12 @@ class RemoteTransfer:
         if not self._closed.is_set():
             logger.warning("offer %s was not taken by %s: %s", offer_id, peer, done.code())
         self.release([offer_id])
+
+    def _check_asked(self, done: Any, attempt_id: str, peer: str) -> None:
+        """What nobody heard is not said again; who asked has a deadline."""
+        if done.code() is not grpc.StatusCode.OK or not done.result().is_known:
+            if not self._closed.is_set():
+                logger.warning("pages of %s were asked of %s: %s", attempt_id, peer, done.code())
 
     def _open_pull(self, notice: Notice) -> Any:
         request = pb.PullRequest(offer_id=notice.offer_id)
@@ -271,8 +307,10 @@ class _Puller:
                 raise ConnectionError(
                     f"it is offered over {notice.transport}, and pulled over {self._transport.name}"
                 )
-            call = self._open_pull(notice)
-            arrays = self._transport.pull(notice, call, self._target)
+            arrays: tuple[Any, ...] = ()
+            if notice.num_pages:
+                call = self._open_pull(notice)
+                arrays = self._transport.pull(notice, call, self._target)
         except Exception as error:  # the network's and the runtime's own kinds
             where = f"pages {notice.page_start}+{notice.num_pages} of {notice.attempt_id}"
             return self._arrived(notice, (), TransferError(self._worker, f"{where}: {_why(error)}"))

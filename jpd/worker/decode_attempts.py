@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from jpd.engine.decode import DecodeEngine
 from jpd.engine.decode_row import DecodeDone, DecodeRow
+from jpd.engine.page_outlet import PageOutlet
 from jpd.errors import (
     DeadlineError,
     JpdError,
@@ -22,9 +23,10 @@ from jpd.errors import (
     WorkerError,
 )
 from jpd.guidance.compiler import GrammarCompiler
-from jpd.transfer.protocol import ArrivedPiece
+from jpd.transfer.protocol import ArrivedPiece, PageRequest
 from jpd.worker.guided import open_guide
 from jpd.worker.page_pool import HeldPages, PagePool
+from jpd.worker.pages_back import offer_back
 from jpd.worker.protocol import Attempt, DecodeEvent, Reservation
 from jpd.worker.room import RoomRules, by_seniority, junior
 
@@ -71,10 +73,11 @@ class DecodeAttempts:
         max_model_len: int,
         reserve_tokens: int,
         transfer_timeout_seconds: float,
+        outlet: PageOutlet | None = None,
         clock: Callable[[], float] = time.monotonic,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        self._worker, self._engine, self._pool = worker, engine, pool
+        self._worker, self._engine, self._pool, self._outlet = worker, engine, pool, outlet
         self.num_slots = num_slots
         self._rules = RoomRules(
             worker, pool.page_size, pool.num_pages, max_model_len, reserve_tokens
@@ -175,6 +178,18 @@ class DecodeAttempts:
         """Attempts that lost their room since the last call: nothing may be written there now."""
         lost, self._lost = self._lost, {}
         return lost
+
+    def send_back(self, request: PageRequest) -> bool:
+        """Offer pages of the prefix that a reservation holds. False: they are not held here."""
+        if self._outlet is None:
+            return False
+        held = self.get(request.attempt_id)
+        return offer_back(self._outlet, None if held is None else held.pages, request)
+
+    def learn_destination(self, name: str, like: str) -> None:
+        """KV goes back to this new worker as to the other one."""
+        if self._outlet is not None and like in self._outlet:
+            self._outlet.learn_destination(name, like)
 
     def can_start(self, attempt_id: str) -> bool:
         """Whether the attempt is reserved and not started yet."""

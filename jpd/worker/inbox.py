@@ -31,6 +31,9 @@ class Inbox:
             self._changed.notify()
             return True
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     def take(self, timeout_seconds: float | None) -> list[Call]:
         """All queued calls; waits for the first one up to the timeout (None: for ever)."""
         with self._changed:

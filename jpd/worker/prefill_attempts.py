@@ -1,21 +1,24 @@
 """Attempts that a worker prefills: from its queue to the first token.
 
 1. `start`: pages for the prompt, its cached prefix found; without room the attempt waits here.
-2. `step`: one chunk; its KV pieces are offered to the reserving worker as they are computed.
-3. The first token is the answer; the prompt's pages stay known as a prefix.
+2. What the reserving worker holds of the rest is asked for, if it shall be, and awaited.
+3. `step`: one chunk; its KV pieces are offered to the reserving worker as they are computed.
+4. The first token is the answer; the prompt's pages stay known as a prefix.
 Twin of decode_attempts.py. Knows no router and no transport. Owned by the worker's thread.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
 from jpd.errors import DeadlineError, JpdError, RequestError, TransferError, WorkerError
 from jpd.guidance.guide import Mask
-from jpd.transfer.protocol import KVPiece, KVTransfer
+from jpd.transfer.protocol import ArrivedPiece, KVPiece, KVTransfer, PageRequest
 from jpd.worker.page_pool import HeldPages, PagePool
-from jpd.worker.protocol import Attempt, PrefillResult, Reservation
+from jpd.worker.pages_back import AwaitedPages
+from jpd.worker.protocol import Attempt, PrefillResult, Reservation, SentBack
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,10 @@ class PieceSender:
             reason = f"pages {piece.page_start}+{piece.num_pages} cannot be sent: {error!r}"
             self._failures[piece.attempt_id] = TransferError(piece.destination, reason)
 
+    def ask(self, request: PageRequest) -> None:
+        """Ask another worker for pages that it holds. Raises OSError."""
+        self._transfer.ask(request)
+
     def take_failures(self) -> dict[str, TransferError]:
         failures, self._failures = self._failures, {}
         return failures
@@ -52,6 +59,18 @@ class PrefillAttempt:
     pages: HeldPages | None  # None: waits for room
     is_local: bool
     mask: Mask | None = None  # of the first token's choice, when it is guided
+    awaited: AwaitedPages | None = None  # not computed before these are here
+    sent_back: SentBack | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """For pages of its own, or for what is in them."""
+        return self.pages is None or self.awaited is not None
+
+    @property
+    def next_deadline(self) -> float:
+        ends = self.attempt.deadline
+        return ends if self.awaited is None else min(ends, self.awaited.deadline)
 
 
 class PrefillAttempts:
@@ -65,10 +84,13 @@ class PrefillAttempts:
         sender: PieceSender,
         *,
         max_model_len: int,
+        transfer_timeout_seconds: float,
         on_local_done: Callable[[str], None] | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker, self._engine, self._pool, self._sender = worker, engine, pool, sender
         self._max_model_len = max_model_len
+        self._transfer_timeout_seconds, self._clock = transfer_timeout_seconds, clock
         self._on_local_done = on_local_done
         self._held: dict[str, PrefillAttempt] = {}  # in order of arrival
         self._num_releases_seen = -1  # when a waiting attempt last found no room
@@ -87,8 +109,8 @@ class PrefillAttempts:
 
     @property
     def num_tokens_waiting(self) -> int:
-        """Prompt tokens not dispatched yet, of those with and without pages."""
-        waiting = (held.attempt for held in self._held.values() if held.pages is None)
+        """Prompt tokens not dispatched yet, of those that wait and of those that are computed."""
+        waiting = (held.attempt for held in self._held.values() if held.is_waiting)
         num_waiting = sum(len(attempt.token_ids) for attempt in waiting)
         return num_waiting + self._engine.num_tokens_waiting
 
@@ -98,10 +120,14 @@ class PrefillAttempts:
             if held.pages is not None and not held.is_local:
                 yield held.pages.page_ids
 
+    def pages_of(self, attempt_id: str) -> HeldPages | None:
+        """Where its prompt is prefilled. None: it is not held, or waits for room."""
+        held = self._held.get(attempt_id)
+        return None if held is None else held.pages
+
     @property
     def next_deadline(self) -> float:
-        deadlines = (held.attempt.deadline for held in self._held.values())
-        return min(deadlines, default=float("inf"))
+        return min((held.next_deadline for held in self._held.values()), default=float("inf"))
 
     def start(
         self,
@@ -163,7 +189,53 @@ class PrefillAttempts:
             if held.pages is None:
                 self._num_releases_seen = self._pool.num_releases
                 return  # the others do not overtake it: it would starve
-            self._add_task(held, held.pages)
+            self._begin(held, held.pages)
+
+    def _begin(self, held: PrefillAttempt, pages: HeldPages) -> None:
+        """Ask for what only the reserving worker holds, if it shall be; else compute."""
+        attempt_id, reservation = held.attempt.attempt_id, held.reservation
+        size = self._pool.page_size
+        first, end = pages.num_cached_tokens // size, reservation.num_cached_tokens // size
+        if not reservation.is_sent_back or end <= first:
+            self._add_task(held, pages)
+            return
+        request = PageRequest(attempt_id, reservation.worker, self._worker, first, end - first)
+        now = self._clock()
+        held.awaited = AwaitedPages(request, now, now + self._transfer_timeout_seconds)
+        try:
+            self._sender.ask(request)
+        except OSError as error:
+            self._end_waiting(held, held.awaited, str(error))
+
+    def receive(self, piece: ArrivedPiece) -> bool:
+        """Write pages that were asked for. False: nobody waits for them, and nothing is written."""
+        held = self._held.get(piece.attempt_id)
+        if held is None or held.pages is None or held.awaited is None:
+            return False
+        awaited = held.awaited
+        if piece.error is not None or not piece.num_pages:
+            reason = "they are not there" if piece.error is None else str(piece.error)
+            self._end_waiting(held, awaited, reason)
+        elif awaited.take(piece):
+            places = held.pages.page_ids[piece.page_start : piece.page_start + piece.num_pages]
+            self._engine.write_pages(piece.arrays, places)
+            if awaited.is_whole:
+                self._end_waiting(held, awaited, "")
+        else:
+            return False
+        return True
+
+    def _end_waiting(self, held: PrefillAttempt, awaited: AwaitedPages, failure: str) -> None:
+        """Compute what is still to be computed: all that was asked for, if it did not come."""
+        assert held.pages is not None
+        size = self._pool.page_size
+        held.awaited, held.sent_back = None, awaited.told(self._clock(), size)
+        if failure:
+            attempt_id, source = held.attempt.attempt_id, held.reservation.worker
+            logger.warning("%s: no pages came back from %s: %s", attempt_id, source, failure)
+        else:
+            held.pages = replace(held.pages, num_cached_tokens=awaited.end * size)
+        self._add_task(held, held.pages)
 
     def _add_task(self, held: PrefillAttempt, pages: HeldPages) -> None:
         attempt = held.attempt
@@ -222,6 +294,7 @@ class PrefillAttempts:
                 prefill_seconds=done.prefill_seconds,
                 logprobs=done.logprobs,
                 prompt_logprobs=done.prompt_logprobs,
+                sent_back=held.sent_back,
             )
         )
 
@@ -236,10 +309,13 @@ class PrefillAttempts:
             self._pool.release(held.pages.page_ids)
 
     def expire(self, now: float) -> None:
-        """Fail what is past its deadline."""
+        """Fail what is past its deadline; wait no longer for pages than for any transfer."""
         for attempt_id, held in list(self._held.items()):
             if held.attempt.deadline <= now:
                 self.fail(attempt_id, DeadlineError(f"attempt {attempt_id}: deadline passed"))
+            elif held.awaited is not None and held.awaited.deadline <= now:
+                late = f"not within {self._transfer_timeout_seconds:g} s"
+                self._end_waiting(held, held.awaited, late)
 
     def fail_all(self, error: JpdError) -> None:
         """End every attempt with this error. The engine and the pool are lost with the worker."""

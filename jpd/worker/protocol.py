@@ -2,8 +2,8 @@
 
 1. `reserve` on the decode worker: a slot and pages for the first tokens, or None when there is no
 room now. 2. `prefill` on the prefill worker (or on the decode worker itself: then nothing travels):
-returns the first
-   token; KV pieces go to the reserving worker on their own.
+returns the first token; KV pieces go to the reserving worker on their own, and what that one holds
+comes to the prefill worker before, where the reservation says so.
 3. `decode` on the decode worker: tokens as they come, after the KV has arrived.
 4. `cancel` on either at any time: idempotent, frees all that the attempt holds there.
 
@@ -67,6 +67,16 @@ class Reservation:
     attempt_id: str
     worker: str
     num_cached_tokens: int  # a multiple of the page size, less than the prompt's length
+    is_sent_back: bool = False  # the prefill worker asks for those that it lacks: the router's word
+
+
+@dataclass(frozen=True, slots=True)
+class SentBack:
+    """What a prefill worker asked the decode worker for, and what has come of it."""
+
+    num_tokens: int  # of the cached ones; 0: they did not come, and were computed
+    num_bytes: int
+    seconds: float  # asked → the last page was here, or no longer waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,7 @@ class PrefillResult:
     prefill_seconds: float  # first chunk dispatched → token on the host
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the token, if they were asked for
     prompt_logprobs: PromptLogprobs = ()  # of all prompt tokens, if they were asked for
+    sent_back: SentBack | None = None  # None: nothing was asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import get_args
 from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import JpdError, WorkerError, WorkerLostError
 from jpd.guidance.guide import Mask
-from jpd.transfer.protocol import ArrivedPiece, KVTransfer
+from jpd.transfer.protocol import ArrivedPiece, KVTransfer, PageRequest
 from jpd.worker.decode_attempts import DecodeAttempts, DecodeSink
 from jpd.worker.idle_check import IdleCheck
 from jpd.worker.inbox import Call, Inbox
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
 """While a turn takes longer than this the worker is unhealthy."""
+
+SOON_SECONDS = 0.001
+"""The shortest wait for a deadline: none is missed by more."""
 
 DrainAnswer = Callable[[None | Exception], None]
 
@@ -108,6 +111,10 @@ class Worker:
         """Take a piece from a transfer thread."""
         self.submit(Call(lambda: self._receive(piece), lambda error: None))
 
+    def serve(self, request: PageRequest) -> None:
+        """Offer pages to another worker; asked on a transfer's or another worker's thread."""
+        self.submit(Call(lambda: self._send_back(request), lambda error: None))
+
     def lost_error(self) -> WorkerLostError:
         """What is said of a worker that has ended."""
         return WorkerLostError(self.name, self._failure or "closed")
@@ -123,9 +130,8 @@ class Worker:
     def status(self) -> WorkerStatus:
         """The state after the last turn; a thread that is stuck shows as unhealthy."""
         status, turn_start = self._status, self._turn_start_time
-        if self._parts.decode is not None:
-            in_flight = self._parts.transfer.num_in_flight(self.name)
-            status = dataclasses.replace(status, num_transfers_in_flight=in_flight)
+        in_flight = self._parts.transfer.num_in_flight(self.name)
+        status = dataclasses.replace(status, num_transfers_in_flight=in_flight)
         stalled_seconds = 0.0 if turn_start is None else self._clock() - turn_start
         if status.healthy and stalled_seconds > STALL_SECONDS:
             reason = f"one turn of its loop takes {stalled_seconds:.0f} s already"
@@ -149,6 +155,14 @@ class Worker:
         except Exception as error:
             self._fail(error)
         self._end()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do anything now, for who drives a worker without its thread."""
+        if self._inbox:
+            return True
+        seconds = self._idle_seconds()
+        return seconds is not None and seconds <= SOON_SECONDS
 
     def turn(self) -> None:
         """One round of the loop without waiting, for who drives a worker without its thread."""
@@ -189,7 +203,7 @@ class Worker:
         deadline = min(self._parts.pool.next_expiry, *(role.next_deadline for role in roles))
         if not self._is_holding():
             deadline = min(deadline, self._idle_check.next_time)
-        return None if deadline == float("inf") else max(deadline - self._clock(), 0.001)
+        return None if deadline == float("inf") else max(deadline - self._clock(), SOON_SECONDS)
 
     def _handle(self, calls: list[Call]) -> None:
         """Do what was asked. Errors of jpd's tree are the asker's; all others are the worker's."""
@@ -332,14 +346,21 @@ class Worker:
         self._num_releases_told = -1  # there is room again
 
     def learn_destination(self, name: str, like: str) -> None:
-        """A new worker for which this one may prefill; its KV travels as that of the other."""
+        """A new worker to which this one may send; its KV travels as that of the other."""
+        if self._parts.decode is not None:
+            self._parts.decode.learn_destination(name, like)
         if self._parts.prefill is not None and like in self._destinations:
             self._destinations.add(name)
             self._parts.prefill.learn_destination(name, like)
 
     def _receive(self, piece: ArrivedPiece) -> None:
-        if self._parts.decode is None or not self._parts.decode.receive(piece):
+        roles = [role for role in (self._parts.decode, self._parts.prefill) if role is not None]
+        if not any(role.receive(piece) for role in roles):
             self._num_late_pieces += 1
+
+    def _send_back(self, request: PageRequest) -> None:
+        if self._parts.decode is None or not self._parts.decode.send_back(request):
+            self._num_unknown_attempts += 1
 
     def _unknown(self, attempt_id: str) -> UnknownAttemptError:
         self._num_unknown_attempts += 1

@@ -30,6 +30,7 @@ def apart(transport: KVTransport, checksum: bool):
         ),
         launch=LaunchConfig("subprocess"),
         cache=replace(config.cache, transport=transport, checksum=checksum, wire_dtype="float32"),
+        router=replace(config.router, send_back="always"),
     )
 
 
@@ -55,4 +56,10 @@ def test_d01_d11_g09_g10_tokens_are_those_of_one_process(
         pages = -(-(len(prompts[0]) + num_tokens + 1) // PAGE_SIZE)
         page_bytes = answers[0].timeline.kv_bytes // -(-len(prompts[0]) // PAGE_SIZE)
         assert again[0].timeline.kv_bytes == (pages - held) * page_bytes, "g09: only what is new"
+        known = len(prompts[0]) // (PAGE_SIZE // 2) * (PAGE_SIZE // 2)  # by the prefill worker
+        assert (
+            again[0].timeline.sent_back_kv_bytes
+            == (held * PAGE_SIZE - known) * page_bytes // PAGE_SIZE
+        )
+        assert again[0].timeline.path == ["disaggregated", "send_back"]
         assert server.health().status == "ok"

@@ -71,8 +71,8 @@ def test_a_failing_start_leaves_no_thread(model: Model) -> None:
             self._inner = inner
             self.close = inner.close
 
-        def register(self, worker, mesh, deliver) -> None:
-            self._inner.register(worker, mesh, deliver)
+        def register(self, worker, mesh, deliver, serve) -> None:
+            self._inner.register(worker, mesh, deliver, serve)
             raise RuntimeError("no more destinations")
 
     before = set(threading.enumerate())

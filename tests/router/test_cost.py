@@ -162,3 +162,43 @@ def test_paths_of_colocated_workers_forced_ones_and_pins() -> None:
     assert cost.is_local_cheaper(decode("d"), None, long._replace(pinned_prefill="d"))
     short = WISHES._replace(num_tokens=2, local_prefill_tokens=64, pinned_prefill="p")
     assert not cost.is_local_cheaper(decode("d"), sender, short)
+
+
+def test_sending_back_is_weighed_against_computing_again() -> None:
+    """d holds 800 of 1000 tokens, p none of them; what travels back is 800 kB."""
+    decoder = decode("d", kv_bytes_per_token=1000.0, links={"p": Line(0.0, 1e-8)})
+    sender = prefill("p", prefill_line=Line(0.0, 1e-4), links={"d": Line(0.0, 0.0)})
+    wishes = replace(WISHES, num_tokens=1000, cached_tokens={"d": 800}, send_back="cost")
+    assert cost.send_back_gain(sender, decoder, wishes) == pytest.approx(0.080 - 0.008)
+    assert cost.is_sent_back_to(sender, decoder, wishes)
+    terms = cost.explain(decoder, sender, wishes, [decoder, sender])
+    assert (terms.prefill, terms.send_back) == pytest.approx((20.0, 8.0))
+
+    slow = replace(decoder, links={"p": Line(0.0, 2e-7)})  # 160 ms against 80
+    assert not cost.is_sent_back_to(sender, slow, wishes)
+    terms = cost.explain(slow, sender, wishes, [slow, sender])
+    assert (terms.prefill, terms.send_back) == pytest.approx((100.0, 0.0))
+    assert cost.is_sent_back_to(sender, slow, replace(wishes, send_back="always"))
+    assert not cost.is_sent_back_to(sender, decoder, replace(wishes, send_back="never"))
+    for has_it in ({"d": 800, "p": 800}, {"p": 800}, {}):
+        assert not cost.is_sent_back_to(sender, decoder, replace(wishes, cached_tokens=has_it))
+
+
+def test_the_three_ways_to_a_prefix_that_only_the_decode_worker_has() -> None:
+    """Appending, sending back, computing again: whichever takes the fewest milliseconds."""
+
+    def way(link: float, uncached: int) -> str:
+        decoder = decode("d", kv_bytes_per_token=1000.0, links={"p": Line(0.0, link)}, num_rows=9)
+        sender = prefill("p", links={"d": Line(0.0, 0.0)})
+        cached = {"d": WISHES.num_tokens - uncached}
+        wishes = replace(
+            WISHES, cached_tokens=cached, send_back="cost", local_prefill_tokens=uncached
+        )
+        if cost.is_local_cheaper(decoder, sender, wishes):
+            return "append"
+        return "send back" if cost.is_sent_back_to(sender, decoder, wishes) else "compute"
+
+    fast, slow = 1e-9, 1e-3
+    assert way(fast, 200) == "send back"
+    assert way(slow, 200) == "compute"
+    assert way(slow, 1) == "append"

@@ -6,7 +6,7 @@ other tokens than `reference`, which needs no pages. Pieces travel by the real i
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -68,6 +68,60 @@ class FakePool:
         self.pages[list(page_ids)] = np.asarray(arrays[0])[: len(page_ids), :, 0, 0]
 
 
+class FakeOutlet:
+    """What a decode worker sends back, all pages in one piece."""
+
+    def __init__(
+        self, pool: FakePool, emit: Callable[[KVPiece], None], names: Collection[str] = ()
+    ) -> None:
+        self._pool, self._emit, self._names = pool, emit, names
+
+    def __contains__(self, destination: str) -> bool:
+        return destination in self._names
+
+    def page_size(self, destination: str) -> int:
+        return self._pool.page_size
+
+    def send(
+        self,
+        attempt_id: str,
+        destination: str,
+        page_ids: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        is_end: bool,
+    ) -> None:
+        arrays = self._pool.gather(page_ids[start:end])
+        self._put(attempt_id, destination, start, arrays, end - start, is_end)
+
+    def refuse(self, attempt_id: str, destination: str, start: int) -> None:
+        self._put(attempt_id, destination, start, (), 0, True)
+
+    def _put(
+        self,
+        attempt_id: str,
+        destination: str,
+        start: int,
+        arrays: tuple[jax.Array, ...],
+        num_pages: int,
+        is_end: bool,
+    ) -> None:
+        self._emit(
+            KVPiece(
+                attempt_id=attempt_id,
+                destination=destination,
+                page_start=start,
+                num_pages=num_pages,
+                arrays=arrays,
+                wire=Wire(1, self._pool.page_size, (max(1, num_pages),), 4, "int32"),
+                num_bytes=sum(array.nbytes for array in arrays),
+                is_last=is_end,
+                offered_time=time.monotonic(),
+            )
+        )
+
+
 @dataclass
 class _Progress:
     task: PrefillTask
@@ -79,7 +133,9 @@ class FakePrefillEngine:
     """One chunk of one task a step, first come first served; results one step behind."""
 
     def __init__(self, pool: FakePool, chunk: int, emit: Callable[[KVPiece], None]) -> None:
-        self._pool, self._chunk, self._emit = pool, chunk, emit
+        self._pool, self._chunk = pool, chunk
+        self._outlet = FakeOutlet(pool, emit)
+        self.write_pages = pool.write
         self._tasks: list[_Progress] = []
         self._finished: list[PrefillDone] = []
         self.num_computed: dict[str, int] = {}
@@ -147,19 +203,8 @@ class FakePrefillEngine:
         if task.destination is None or start >= end:
             return
         progress.num_sent_pages = end
-        arrays = self._pool.gather(task.page_ids[start:end])
-        self._emit(
-            KVPiece(
-                attempt_id=task.attempt_id,
-                destination=task.destination,
-                page_start=start,
-                num_pages=end - start,
-                arrays=arrays,
-                wire=Wire(1, size, (end - start,), token_bytes=4, dtype="int32"),
-                num_bytes=arrays[0].nbytes,
-                is_last=is_last,
-                offered_time=time.monotonic(),
-            )
+        self._outlet.send(
+            task.attempt_id, task.destination, task.page_ids, start, end, is_end=is_last
         )
 
 

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jpd.cache.page_allocator import PageAllocator
@@ -18,9 +18,9 @@ from jpd.worker.decode_attempts import DecodeAttempts
 from jpd.worker.inbox import Call
 from jpd.worker.page_pool import PagePool
 from jpd.worker.prefill_attempts import PieceSender, PrefillAttempts
-from jpd.worker.protocol import Attempt, Role, WorkerStatus
+from jpd.worker.protocol import Attempt, PrefillResult, Role, WorkerStatus
 from jpd.worker.worker import Worker, WorkerParts
-from tests.worker.fakes import FakeDecodeEngine, FakePool, FakePrefillEngine
+from tests.worker.fakes import FakeDecodeEngine, FakeOutlet, FakePool, FakePrefillEngine
 
 _numbers = itertools.count()
 
@@ -82,19 +82,27 @@ class TestFleet:
     members: dict[str, Member]
     transfer: KVTransfer
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    results: dict[str, PrefillResult] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Member:
         return self.members[name]
 
     async def run(
-        self, attempt: Attempt, prefill: str = "prefill-0", decode: str = "decode-0"
+        self,
+        attempt: Attempt,
+        prefill: str = "prefill-0",
+        decode: str = "decode-0",
+        *,
+        is_sent_back: bool = False,
     ) -> list[int]:
         """Reserve, prefill, decode: the tokens. Waits for room; cancels everywhere on an error."""
         tokens = self.tokens.setdefault(attempt.attempt_id, [])
         try:
             while (got := await self[decode].client.reserve(attempt)) is None:
                 await asyncio.sleep(0.002)
+            got = replace(got, is_sent_back=is_sent_back)
             first = await self[prefill].client.prefill(attempt, got)
+            self.results[attempt.attempt_id] = first
             tokens.append(first.token_id)
             if first.finish_reason is None and attempt.sampling.max_tokens > 1:
                 async for event in self[decode].client.decode(attempt.attempt_id, first.token_id):
@@ -183,6 +191,7 @@ def start_fleet(
             reserve_tokens,
             transfer_timeout_seconds,
             destinations,
+            frozenset(roles) - {name},
         )
     for member in members.values():
         member.worker.start()
@@ -202,6 +211,7 @@ def _member(
     reserve_tokens: int,
     timeout_seconds: float,
     destinations: frozenset[str],
+    peers: frozenset[str],
 ) -> Member:
     decode_engine = None if role == "prefill" else FakeDecodeEngine(kv, slots)
     decode = decode_engine and DecodeAttempts(
@@ -212,6 +222,7 @@ def _member(
         max_model_len=max_model_len,
         reserve_tokens=reserve_tokens,
         transfer_timeout_seconds=timeout_seconds,
+        outlet=FakeOutlet(kv, transfer.offer, peers),
     )
     sender = PieceSender(transfer)
     prefill_engine = FakePrefillEngine(kv, chunk, sender.send)
@@ -221,6 +232,7 @@ def _member(
         pool,
         sender,
         max_model_len=max_model_len,
+        transfer_timeout_seconds=timeout_seconds,
         on_local_done=decode.complete if decode else None,
     )
     parts = WorkerParts(
@@ -233,6 +245,5 @@ def _member(
         num_compilations=lambda: 0,
     )
     worker = Worker(name, role, parts)
-    if decode is not None:
-        transfer.register(name, kv.mesh, worker.deliver)
+    transfer.register(name, kv.mesh, worker.deliver, worker.serve)
     return Member(worker, InProcessClient(worker), kv, pool, prefill_engine, decode_engine)
