@@ -47,9 +47,6 @@ class KVSpec:
     def page_bytes(self) -> int:
         return self.token_bytes * self.page_size
 
-    def num_pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
 
 class KVCache:
     """Holder of the pool's arrays; `layers` is replaced after each call that donates it."""

@@ -11,6 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 BIN_PAGE = 0
 
 
+def num_pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold so many tokens, the last one perhaps in part."""
+    return -(-num_tokens // page_size)
+
+
 class PageAllocator:
     """Pages 1 .. num_pages - 1 of a pool of num_pages."""
 

@@ -60,7 +60,7 @@ def load_params(
         if not spec.is_scale:  # a scale is made with its weight
             scales = [parts[spec.scale_path]] if spec.summed else []
             _place(source, refs[spec.path], [parts[spec.path], *scales])
-        meter.add(spec_bytes(spec), spec.path)
+        meter.add(spec.num_bytes, spec.path)
     return [
         tuple(parts[spec.path].array(target) for spec in abstract.specs)
         for target in range(len(targets))
@@ -83,12 +83,8 @@ def target_shardings(
     return shardings
 
 
-def spec_bytes(spec: ParamSpec) -> int:
-    return spec.num_params * np.dtype(spec.dtype).itemsize
-
-
 def params_bytes(abstract: AbstractParams) -> int:
-    return sum(spec_bytes(spec) for spec in abstract.specs)
+    return sum(spec.num_bytes for spec in abstract.specs)
 
 
 class _Part:

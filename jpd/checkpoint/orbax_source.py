@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
@@ -71,7 +70,7 @@ class OrbaxSource:
         places = {s.path: where for s, where in zip(abstract.specs, shardings, strict=True)}
         stored = [spec for spec in abstract.specs if not (spec.is_scale and self.is_float)]
         num_targets = len(shardings[0]) if shardings else 0
-        total = sum(_spec_bytes(spec) for spec in abstract.specs)
+        total = sum(spec.num_bytes for spec in abstract.specs)
         meter = ProgressMeter("loading", total, progress)
         restored: list[dict[str, jax.Array]] = [{} for _ in range(num_targets)]
         for group in _groups(stored):
@@ -79,7 +78,7 @@ class OrbaxSource:
                 there = {path: where[target] for path, where in places.items()}
                 arrays.update(self._restore_group(group, there))
             for spec in group:
-                meter.add(_spec_bytes(spec), spec.path)
+                meter.add(spec.num_bytes, spec.path)
         return [tuple(arrays[spec.path] for spec in abstract.specs) for arrays in restored]
 
     @property
@@ -178,19 +177,15 @@ def _checkpointer() -> Any:
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1))
 
 
-def _spec_bytes(spec: ParamSpec) -> int:
-    return spec.num_params * np.dtype(spec.dtype).itemsize
-
-
 def _groups(specs: Sequence[ParamSpec]) -> Iterator[list[ParamSpec]]:
     """Runs of parameters of at most RESTORE_GROUP_BYTES, at least one each."""
     group: list[ParamSpec] = []
     num_bytes = 0
     for spec in specs:
-        if group and num_bytes + _spec_bytes(spec) > RESTORE_GROUP_BYTES:
+        if group and num_bytes + spec.num_bytes > RESTORE_GROUP_BYTES:
             yield group
             group, num_bytes = [], 0
         group.append(spec)
-        num_bytes += _spec_bytes(spec)
+        num_bytes += spec.num_bytes
     if group:
         yield group

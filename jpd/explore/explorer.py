@@ -28,6 +28,10 @@ MAX_BATCH = 200
 MAX_SPINS = 2
 """Turns of the event loop between two events: what the router does is cut up too."""
 FAULT_SHARE = 0.06
+HEALTHY_SHARE = 0.25
+"""Of orders have no faults: nothing may fail in them but what came too late or was too much."""
+PAUSES, HEALTHY_PAUSES = (0.01, 0.01, 0.3, 1.2, 2.5), (0.01, 0.01, 0.3)
+"""Seconds; the longer ones outlast leases and transfer deadlines."""
 CALM_STEP_SECONDS = 0.25
 CALM_SECONDS = 30.0
 """After the last event all faults are mended, and everything must have ended within this time."""
@@ -116,6 +120,7 @@ class _Explorer:
     def __init__(self, story: Story, metrics: Metrics) -> None:
         self._story, self._metrics = story, metrics
         self._draw = random.Random(story.seed)
+        self._is_healthy = self._draw.random() < HEALTHY_SHARE
 
     async def run(self) -> None:
         world = self._world = World(self._draw, self._metrics)
@@ -124,7 +129,7 @@ class _Explorer:
             for _ in range(self._draw.randint(MAX_EVENTS // 2, MAX_EVENTS)):
                 await self._event()
             await self._calm_down()
-            world.check_end()
+            world.check_end(is_healthy=self._is_healthy)
         finally:
             await self._close()
 
@@ -133,7 +138,7 @@ class _Explorer:
         for _ in range(self._draw.randrange(MAX_SPINS + 1)):
             await asyncio.sleep(0)
         if self._draw.random() < 0.08:
-            seconds = self._draw.choice((0.01, 0.01, 0.3, 1.2, 2.5))
+            seconds = self._draw.choice(HEALTHY_PAUSES if self._is_healthy else PAUSES)
             self._story.events.append(f"{seconds} s pass")
             await asyncio.sleep(seconds)
             self._world.network.sweep()
@@ -142,7 +147,7 @@ class _Explorer:
     def _pick(self) -> None:
         """One event: mostly progress, now and then a fault."""
         draw, world = self._draw, self._world
-        if draw.random() < FAULT_SHARE:
+        if draw.random() < FAULT_SHARE and not self._is_healthy:
             self._do(*self._fault())
         elif len(world.clients) < MAX_REQUESTS and draw.random() < 0.2:
             client = world.arrive()

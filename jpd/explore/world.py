@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jpd.config import RouterConfig
-from jpd.errors import JpdError
+from jpd.errors import DeadlineError, JpdError, OverloadedError, RequestError
 from jpd.explore.paper_engines import VOCAB_SIZE, reference
 from jpd.explore.paper_transfer import PaperNetwork
 from jpd.explore.paper_worker import PaperWorker, WorkerSizes, draw_sizes
@@ -25,6 +25,8 @@ from jpd.worker.protocol import Role
 LEASE_SECONDS = 1.0
 DEADLINE_SLACK_SECONDS = 1e-3
 POLL_SECONDS = 2.0
+EXCUSES = DeadlineError | OverloadedError | RequestError
+"""Too late, too many, too long: nobody but the request itself is at fault."""
 
 
 @dataclass(slots=True)
@@ -145,12 +147,18 @@ class World:
             return [*client.request.prompt_token_ids, *tokens]
         return self._stem[: self.draw.randint(1, 8)]
 
-    def check_end(self) -> None:
-        """What holds when all is over and everybody had the time to clean up."""
+    def check_end(self, *, is_healthy: bool) -> None:
+        """What holds when all is over and everybody had the time to clean up.
+
+        `is_healthy`: nothing was cancelled, lost or broken.
+        """
         self.router.check_integrity()
         asked = [client for client in self.clients if client.has_asked]
         for client in asked:
             client.check()
+            assert not is_healthy or isinstance(client.error, EXCUSES | None), (
+                f"{client.request.request_id} failed though nothing did: {client.error!r}"
+            )
         num_ended = self._num_ended() - self._ended_before
         assert num_ended == len(asked), f"{num_ended} terminal events of {len(asked)} requests"
         for worker in self.workers:

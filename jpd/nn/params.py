@@ -44,6 +44,10 @@ class ParamSpec:
             size *= dim
         return size
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_params * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderDef:

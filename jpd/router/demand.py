@@ -6,6 +6,7 @@ once. Called by `jpd.router.journey`.
 
 from collections.abc import Callable
 
+from jpd.cache.page_allocator import num_pages_for
 from jpd.cache.page_hashes import PageHashes
 from jpd.errors import OverloadedError
 from jpd.router import attainment, policy
@@ -52,7 +53,7 @@ class Demand:
         )
 
     def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._parts.page_size)
+        return num_pages_for(num_tokens, self._parts.page_size)
 
     def completed(self) -> policy.Wishes:
         """The same in the light of what is known of the fleet."""

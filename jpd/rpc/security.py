@@ -7,6 +7,7 @@ not: see `jpd.frontend`.
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+_REFUSAL = (grpc.StatusCode.UNAUTHENTICATED, "the token is missing or another one")
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -129,6 +131,12 @@ def add_port(server: Any, address: str, security: Security) -> int:
         raise OSError(f"cannot listen on {address}: {error}") from error
 
 
+def open_blocking_server(pool: Executor, security: Security) -> Any:
+    """The same on the threads of a pool."""
+    guards = [_BlockingTokenGuard(security.token)] if security.token else []
+    return grpc.server(pool, interceptors=guards, options=SERVER_OPTIONS)
+
+
 class _TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -136,15 +144,30 @@ class _TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], call: Any
     ) -> Any:
-        if self._is_known(call.invocation_metadata):
+        if _shows(call.invocation_metadata, self._expected):
             return await continuation(call)
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
-    def _is_known(self, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
-        shown = next((value for key, value in metadata if key == AUTHORIZATION), "")
-        shown = shown.encode() if isinstance(shown, str) else shown
-        return hmac.compare_digest(shown, self._expected)
+
+class _BlockingTokenGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
+        if _shows(call.invocation_metadata, self._expected):
+            return continuation(call)
+        return grpc.unary_unary_rpc_method_handler(_refuse_blocking)
+
+
+def _shows(metadata: Sequence[tuple[str, str | bytes]], expected: bytes) -> bool:
+    """Whether a caller's metadata have the token; takes as long whatever they have."""
+    shown = next((value for key, value in metadata if key == AUTHORIZATION), "")
+    return hmac.compare_digest(shown.encode() if isinstance(shown, str) else shown, expected)
 
 
 async def _refuse(request: object, context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or another one")
+    await context.abort(*_REFUSAL)
+
+
+def _refuse_blocking(request: object, context: Any) -> None:
+    context.abort(*_REFUSAL)

@@ -13,43 +13,19 @@ from jax.sharding import Mesh
 
 from jpd.errors import TransferError
 from jpd.transfer.checksum import parts_agree
-from jpd.transfer.protocol import (
-    ArrivedPiece,
-    Deliver,
-    KVPiece,
-    KVTransfer,
-    PageRequest,
-    Serve,
-)
+from jpd.transfer.protocol import ArrivedPiece, Deliver, Serve
+from jpd.transfer.wrapper import TransferWrapper
 
 logger = logging.getLogger(__name__)
 
 
-class CheckedTransfer:
+class CheckedTransfer(TransferWrapper):
     """KVTransfer over wires with a checksum."""
-
-    def __init__(self, inner: KVTransfer) -> None:
-        self._inner = inner
 
     def register(
         self, worker: str, mesh: Mesh, deliver: Deliver, serve: Serve | None = None
     ) -> None:
-        self._inner.register(worker, mesh, lambda piece: deliver(checked(piece, worker)), serve)
-
-    def offer(self, piece: KVPiece) -> None:
-        self._inner.offer(piece)
-
-    def ask(self, request: PageRequest) -> None:
-        self._inner.ask(request)
-
-    def cancel(self, attempt_id: str) -> None:
-        self._inner.cancel(attempt_id)
-
-    def num_in_flight(self, worker: str) -> int:
-        return self._inner.num_in_flight(worker)
-
-    def close(self) -> None:
-        self._inner.close()
+        super().register(worker, mesh, lambda piece: deliver(checked(piece, worker)), serve)
 
 
 def checked(piece: ArrivedPiece, worker: str) -> ArrivedPiece:

@@ -23,9 +23,9 @@ from jpd.transfer.protocol import (
     Deliver,
     KVPiece,
     KVTransfer,
-    PageRequest,
     Serve,
 )
+from jpd.transfer.wrapper import TransferWrapper
 
 Stage = Literal["offer", "pull", "arrive", "release"]
 Action = Literal["delay", "drop", "raise", "corrupt"]
@@ -55,11 +55,14 @@ class Fault:
         return is_meant and self.stage == stage
 
 
-class FaultyTransfer:
-    """KVTransfer that applies `faults` on the way; the inner one moves the pieces."""
+class FaultyTransfer(TransferWrapper):
+    """KVTransfer that applies `faults` on the way; the inner one moves the pieces.
+
+    A cancel leaves delayed pieces: they stand for a writer that is too late to be stopped.
+    """
 
     def __init__(self, inner: KVTransfer, faults: Sequence[Fault]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._faults = tuple(faults)
         self._lock = threading.Lock()
         self._num_seen: Counter[tuple[Stage, str]] = Counter()
@@ -73,11 +76,7 @@ class FaultyTransfer:
         def deliver_or_break(piece: ArrivedPiece) -> None:
             self._arrive(worker, piece, deliver)
 
-        self._inner.register(worker, mesh, deliver_or_break, serve)
-
-    def ask(self, request: PageRequest) -> None:
-        """A request that is lost is one whose piece is dropped: it is not broken by itself."""
-        self._inner.ask(request)
+        super().register(worker, mesh, deliver_or_break, serve)
 
     def offer(self, piece: KVPiece) -> None:
         """Break the piece as it is offered or pulled. Raises OSError where that is the fault."""
@@ -106,14 +105,10 @@ class FaultyTransfer:
             raise OSError(f"offer of a piece of {piece.attempt_id} was made to fail")
         return dataclasses.replace(piece, arrays=_unreadable(piece.arrays))
 
-    def cancel(self, attempt_id: str) -> None:
-        """Delayed pieces are kept: they stand for a writer that is too late to be stopped."""
-        self._inner.cancel(attempt_id)
-
     def num_in_flight(self, worker: str) -> int:
         with self._lock:
             broken = len(self._delayed) + self._num_unreleased
-            return self._inner.num_in_flight(worker) + broken
+            return super().num_in_flight(worker) + broken
 
     def close(self) -> None:
         with self._lock:
@@ -121,7 +116,7 @@ class FaultyTransfer:
         for timer in delayed:
             timer.cancel()
             timer.join()
-        self._inner.close()
+        super().close()
 
     def _arrive(self, worker: str, piece: ArrivedPiece, deliver: Deliver) -> None:
         fault = self._fault("arrive", piece.attempt_id)

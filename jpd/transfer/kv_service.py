@@ -3,7 +3,6 @@
 Only passes on; what is said is `jpd.transfer.remote`'s. Refuses calls without the hosts' token.
 """
 
-import hmac
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ import grpc
 from jpd.rpc import kv_pb2 as pb
 from jpd.rpc.kv_pb2_grpc import KvTransferServicer, add_KvTransferServicer_to_server
 from jpd.rpc.records import RecordError, load
-from jpd.rpc.security import AUTHORIZATION, SERVER_OPTIONS, Security, add_port, with_port
+from jpd.rpc.security import Security, add_port, open_blocking_server, with_port
 from jpd.transfer.notice import Notice
 from jpd.transfer.offers import LateReadError
 from jpd.transfer.protocol import PageRequest
@@ -79,8 +78,7 @@ class KVServer:
     def __init__(self, endpoint: KVEndpoint, address: str, security: Security) -> None:
         """Serves on a free port of `address`. Raises OSError."""
         self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kv-service")
-        guards = [_TokenGuard(security.token)] if security.token else []
-        self._server: Any = grpc.server(self._pool, interceptors=guards, options=SERVER_OPTIONS)
+        self._server = open_blocking_server(self._pool, security)
         add_KvTransferServicer_to_server(KVService(endpoint), self._server)
         port = add_port(self._server, with_port(address, 0), security)
         self.address = with_port(address, port)
@@ -90,19 +88,3 @@ class KVServer:
         """End calls under way, and the threads. Blocks."""
         self._server.stop(None).wait()
         self._pool.shutdown()
-
-
-class _TokenGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-
-    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
-        shown = next((v for key, v in call.invocation_metadata if key == AUTHORIZATION), "")
-        shown = shown.encode() if isinstance(shown, str) else shown
-        if hmac.compare_digest(shown, self._expected):
-            return continuation(call)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
-
-
-def _refuse(request: object, context: Any) -> None:
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or another one")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jpd.cache.page_allocator import PageAllocator
+from jpd.cache.page_allocator import PageAllocator, num_pages_for
 from jpd.cache.prefix_cache import PrefixCache
 from jpd.cache.prefix_log import PrefixChanges
 
@@ -56,7 +56,7 @@ class PagePool:
         return float("inf") if oldest is None else oldest[1] + self._retain_seconds
 
     def num_pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
+        return num_pages_for(num_tokens, self.page_size)
 
     @property
     def num_available(self) -> int:

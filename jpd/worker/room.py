@@ -8,6 +8,7 @@ the first in it always goes on and somebody always finishes. Pure; called by
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jpd.cache.page_allocator import num_pages_for
 from jpd.errors import RequestError
 from jpd.worker.protocol import Attempt, reserved_tokens
 
@@ -22,9 +23,6 @@ class RoomRules:
     max_model_len: int
     reserve_tokens: int  # output tokens reserved with the prompt
 
-    def num_pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
     def first_tokens(self, attempt: Attempt) -> int:
         """Tokens that get pages before the attempt begins."""
         num_tokens, max_tokens = len(attempt.token_ids), _max_tokens(attempt)
@@ -32,7 +30,7 @@ class RoomRules:
 
     def whole_pages(self, attempt: Attempt) -> int:
         """Pages of the whole sequence, if it gets as long as it may."""
-        return self.num_pages_for(len(attempt.token_ids) + _max_tokens(attempt))
+        return num_pages_for(len(attempt.token_ids) + _max_tokens(attempt), self.page_size)
 
     def check(self, attempt: Attempt) -> None:
         """Raises RequestError when the whole sequence can never fit here."""

@@ -4,12 +4,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
 
 from jpd.config import RouterConfig
+from jpd.errors import RequestCancelledError
 from jpd.metrics import Metrics
 from jpd.request import Request, RequestState, SamplingParams
+from jpd.router.placement import Placement
 from jpd.router.router import Router
 from jpd.transfer.faulty import Fault, FaultyTransfer
 from tests.worker.fleet import TestFleet, fleet
@@ -86,6 +89,30 @@ async def test_waiting() -> None:
         await cancel_and_check(running, router, waiting, num_left=1)
         assert metrics.value("jpd:requests_waiting") == 0
         await cancel_and_check(running, router, holder)
+
+
+async def test_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state lasts until the router has chosen where to prefill: cancelled in between."""
+    async with routed() as (running, router, _):
+        choose, states = Placement.choose, []
+
+        def cancel_and_choose(self: Placement, *choice: Any) -> Any:
+            (journey,) = router._journeys.values()
+            states.append(journey.record.state)
+            assert journey.holding is not None and journey.holding.decode_worker == "decode-0"
+            asyncio.current_task().cancel()
+            return choose(self, *choice)
+
+        monkeypatch.setattr(Placement, "choose", cancel_and_choose)
+        start = time.monotonic()
+        with pytest.raises(RequestCancelledError):
+            await ask(router, 40, 4)
+        assert states == [RequestState.RESERVED]
+        await running.assert_at_rest(seconds=ONE_SECOND)
+        await asyncio.wait_for(router.settle(), ONE_SECOND)
+        router.check_integrity()
+        assert time.monotonic() - start < ONE_SECOND
+        assert not running["prefill-0"].prefill.num_computed
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])

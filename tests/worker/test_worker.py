@@ -222,6 +222,7 @@ async def test_a_worker_closed_while_it_compiles_ends_between_two_executables() 
     async with fleet() as running:
         parts = dataclasses.replace(running["prefill-0"].worker._parts, warm_up=warm_up)
         worker = Worker("late-0", "prefill", parts)
+        running.transfer.register("late-0", running["prefill-0"].kv.mesh, worker.deliver)
         worker.start()
         assert await asyncio.to_thread(started.wait, 5)
         await asyncio.to_thread(worker.close)
