@@ -168,7 +168,7 @@ def test_sending_back_is_weighed_against_computing_again() -> None:
     """d holds 800 of 1000 tokens, p none of them; what travels back is 800 kB."""
     decoder = decode("d", kv_bytes_per_token=1000.0, links={"p": Line(0.0, 1e-8)})
     sender = prefill("p", prefill_line=Line(0.0, 1e-4), links={"d": Line(0.0, 0.0)})
-    wishes = replace(WISHES, num_tokens=1000, cached_tokens={"d": 800}, send_back="cost")
+    wishes = WISHES._replace(num_tokens=1000, cached_tokens={"d": 800}, send_back="cost")
     assert cost.send_back_gain(sender, decoder, wishes) == pytest.approx(0.080 - 0.008)
     assert cost.is_sent_back_to(sender, decoder, wishes)
     terms = cost.explain(decoder, sender, wishes, [decoder, sender])
@@ -178,10 +178,10 @@ def test_sending_back_is_weighed_against_computing_again() -> None:
     assert not cost.is_sent_back_to(sender, slow, wishes)
     terms = cost.explain(slow, sender, wishes, [slow, sender])
     assert (terms.prefill, terms.send_back) == pytest.approx((100.0, 0.0))
-    assert cost.is_sent_back_to(sender, slow, replace(wishes, send_back="always"))
-    assert not cost.is_sent_back_to(sender, decoder, replace(wishes, send_back="never"))
+    assert cost.is_sent_back_to(sender, slow, wishes._replace(send_back="always"))
+    assert not cost.is_sent_back_to(sender, decoder, wishes._replace(send_back="never"))
     for has_it in ({"d": 800, "p": 800}, {"p": 800}, {}):
-        assert not cost.is_sent_back_to(sender, decoder, replace(wishes, cached_tokens=has_it))
+        assert not cost.is_sent_back_to(sender, decoder, wishes._replace(cached_tokens=has_it))
 
 
 def test_the_three_ways_to_a_prefix_that_only_the_decode_worker_has() -> None:
@@ -191,8 +191,8 @@ def test_the_three_ways_to_a_prefix_that_only_the_decode_worker_has() -> None:
         decoder = decode("d", kv_bytes_per_token=1000.0, links={"p": Line(0.0, link)}, num_rows=9)
         sender = prefill("p", links={"d": Line(0.0, 0.0)})
         cached = {"d": WISHES.num_tokens - uncached}
-        wishes = replace(
-            WISHES, cached_tokens=cached, send_back="cost", local_prefill_tokens=uncached
+        wishes = WISHES._replace(
+            cached_tokens=cached, send_back="cost", local_prefill_tokens=uncached
         )
         if cost.is_local_cheaper(decoder, sender, wishes):
             return "append"

@@ -112,7 +112,6 @@ async def test_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.wait_for(router.settle(), ONE_SECOND)
         router.check_integrity()
         assert time.monotonic() - start < ONE_SECOND
-        assert not running["prefill-0"].prefill.num_computed
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
