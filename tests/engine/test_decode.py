@@ -63,6 +63,7 @@ def test_a05_decode_equals_recomputing_everything_around_page_boundaries(
     assert generate(rig(name), prompt, sampling) == wanted
 
 
+@pytest.mark.field_report("D10", "D13")
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_come_and_go_without_changing_their_neighbours(name: str) -> None:
     on, rng = rig(name), random.Random(0)

@@ -117,7 +117,7 @@ def test_hosts_run_on_their_cores(server: Server, mesh: Path) -> None:
             assert tuple(os.sched_getaffinity(int(thread.name))) == host.cores
 
 
-def test_a_killed_host_is_noticed_replayed_and_comes_back(
+def test_c04_c10_a_killed_host_is_noticed_replayed_and_comes_back(
     server: Server, expected: dict[str, np.ndarray]
 ) -> None:
     """C10 over processes: no token twice, none missing, the same text."""

@@ -85,7 +85,7 @@ def wait_until(condition, seconds: float = 5.0) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("source_tensor", [1, 2, 4])
-def test_d03_the_same_bytes_as_in_one_process(
+def test_a06_d03_the_same_bytes_as_in_one_process(
     pair: tuple[RemoteTransfer, Peer], source_tensor: int, dtype: str
 ) -> None:
     transfer, peer = pair
