@@ -16,6 +16,7 @@ import numpy as np
 
 from jpd.bench.engine_rig import LoadedModel
 from jpd.bench.kv_links import exposed_results, link_results
+from jpd.bench.kv_overlap import PROMPTS, QUICK_PROMPTS, overlap_results
 from jpd.bench.kv_peer import PeerProcess
 from jpd.bench.kv_pools import Pool
 from jpd.bench.results import Result
@@ -40,6 +41,8 @@ def run(model: LoadedModel, *, is_quick: bool = False) -> list[Result]:
     results += int8_results(num_runs)
     results += wire_error_results(model)
     results += process_results(num_runs)
+    prompts = QUICK_PROMPTS if is_quick else PROMPTS
+    results += overlap_results(model, prompts, NUM_QUICK_RUNS)
     return [*results, *link_results(), *exposed_results()]
 
 
@@ -82,7 +85,11 @@ def int8_results(num_runs: int) -> list[Result]:
     return [
         Result("int8 on the wire: bytes saved of float32", saved, ""),
         Result("int8 on the wire: share of a plain copy of float32", plan / copy, ""),
-        Result("int8 on the wire: largest error, in standard deviations", max(errors) / spread, ""),
+        Result(
+            "int8 on the wire: largest error, in standard deviations",
+            float(max(errors)) / spread,
+            "",
+        ),
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from jpd.bench import transfer
 from jpd.bench.engine_rig import load_model
 from jpd.bench.kv_links import crossover_tokens, link_results, overlap
+from jpd.bench.kv_overlap import overlap_results
 from jpd.bench.wire_error import logits_of, wire_error_results
 from jpd.checkpoint.model_source import open_model
 from jpd.transfer.plan import Link
@@ -64,6 +65,16 @@ def test_int8_on_the_wire_moves_logits_a_little_and_a_faithful_wire_not_at_all(r
     assert values["greedy tokens that stay"] > 0.9
     assert values["bytes saved of bfloat16"] > 0.3
     np.testing.assert_array_equal(logits_of(loaded, "float32"), logits_of(loaded, None))
+
+
+@pytest.mark.slow
+def test_what_shows_behind_a_prefill_is_measured(repo: Path) -> None:
+    model = open_model(str(repo / "tests" / "golden" / "llama3"))
+    loaded = load_model(model.config, model.require_source())
+    results = overlap_results(loaded, (64,), num_runs=1)
+    values = {result.name.rpartition(": ")[2]: result.value for result in results}
+    assert values["prefill"] > 0 and values["transfer exposed"] + values["transfer hidden"] > 0
+    assert {result.unit for result in results} == {"ms", "tokens"}
 
 
 @pytest.mark.slow
