@@ -133,6 +133,7 @@ def _print_pair(pair: PairPlan, max_model_len: int, console: Console) -> None:
         f"KV is split in {plan.source.partitions} on the source, {plan.target.partitions} on the "
         f"target, and travels in {plan.wire_partitions}"
         f"{f', each cut in {plan.slices}' if plan.slices > 1 else ''}"
+        f"{f', joined by {plan.strands}' if plan.strands > 1 else ''}"
         f"{' (resharded on the devices)' if plan.is_resharded else ''}: "
         f"{plan.bytes_per_token:,} bytes per token, {plan.received_bytes_per_token:,} received by "
         f"all {plan.target.devices} devices, {plan.busiest_link_bytes_per_token:,.0f} over the "

@@ -10,14 +10,15 @@ import math
 from collections.abc import Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
 from jpd.cache.page_allocator import BIN_PAGE
-from jpd.parallel.mesh import wire_view
+from jpd.parallel.mesh import kv_partitions, wire_view
 from jpd.parallel.sharding import sharding_for
-from jpd.transfer.checksum import part_sums, parts_agree
+from jpd.transfer.checksum import part_sums, parts_agree, summed
 from jpd.transfer.quantised import dequantise, quantise
 from jpd.transfer.wire import Wire
 
@@ -79,9 +80,10 @@ class PageMoves:
             for size in wire.move_sizes:
                 arrays = self.gather(cache, (), wire, 0, size)
                 if wire.has_checksum:
-                    *data, sums = arrays
-                    parts_agree(tuple(data), sums)
-                    arrays = tuple(data)
+                    runs = summed(arrays)
+                    for data, sums in runs:
+                        parts_agree(data, sums)
+                    arrays = tuple(array for data, _ in runs for array in data)
                 self.scatter(cache, arrays, (BIN_PAGE,) * size)
 
     def wire_sharding(self, partitions: int, num_heads: int | None = None) -> NamedSharding:
@@ -142,7 +144,11 @@ class PageMoves:
 
     def _scatter_pages(self, layers: Arrays, arrays: Arrays, page_ids: jax.Array) -> Arrays:
         """Padding goes to the bin page, so an index may occur twice."""
-        if len(arrays) == 2 * len(layers):
+        is_quantised = arrays[0].dtype == jnp.int8
+        num_strands = len(arrays) // (len(layers) * (2 if is_quantised else 1))
+        if num_strands > 1:
+            arrays = join_strands(arrays, num_strands, kv_partitions(self._mesh))
+        if is_quantised:
             pairs = zip(arrays[::2], arrays[1::2], strict=True)
             arrays = tuple(dequantise(levels, scales, self._parts) for levels, scales in pairs)
         return tuple(
@@ -158,6 +164,22 @@ def gather_units(pages: jax.Array, units: jax.Array, page_size: int) -> jax.Arra
     runs = pages.reshape(num_pages * size // unit, unit, heads, width)
     found = runs.at[units].get(mode="promise_in_bounds")
     return found.reshape(-1, page_size, heads, width)
+
+
+def join_strands(arrays: Arrays, num_strands: int, num_parts: int) -> Arrays:
+    """The arrays whose strands these are, strand by strand: a local join in each part of the pool.
+
+    Each part of an array begins with its part of the first strand.
+    """
+    per_strand = len(arrays) // num_strands
+    joined = []
+    for index in range(per_strand):
+        strands = arrays[index::per_strand]
+        pages, page, heads, width = strands[0].shape
+        shape = (pages, page, num_parts, heads // num_parts, width)
+        whole = jnp.concatenate([strand.reshape(shape) for strand in strands], axis=3)
+        joined.append(whole.reshape(pages, page, heads * num_strands, width))
+    return tuple(joined)
 
 
 def cut_heads(array: jax.Array, wire: Wire, index: int) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpd.errors import TransferError
-from jpd.transfer.checksum import parts_agree
+from jpd.transfer.checksum import parts_agree, summed
 from jpd.transfer.protocol import ArrivedPiece, Deliver, Serve
 from jpd.transfer.wrapper import TransferWrapper
 
@@ -32,10 +32,11 @@ def checked(piece: ArrivedPiece, worker: str) -> ArrivedPiece:
     """The piece without its checksum, or the error that it does not agree. Blocks."""
     if not piece.arrays:  # an error, or the word that there are no pages
         return piece
-    *arrays, sums = piece.arrays
-    agree = parts_agree(tuple(arrays), sums)
-    if all(np.asarray(shard.data).all() for shard in agree.addressable_shards):
-        return dataclasses.replace(piece, arrays=tuple(arrays))
+    runs = summed(piece.arrays)
+    found = [parts_agree(arrays, sums) for arrays, sums in runs]
+    shards = (shard for agree in found for shard in agree.addressable_shards)
+    if all(np.asarray(shard.data).all() for shard in shards):
+        return dataclasses.replace(piece, arrays=tuple(a for arrays, _ in runs for a in arrays))
     where = f"pages {piece.page_start}+{piece.num_pages} of {piece.attempt_id}"
     logger.error("transfer to %s: %s were altered on their way", worker, where)
     error = TransferError(worker, f"{where}: checksum differs, altered on their way")

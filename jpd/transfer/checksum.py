@@ -30,6 +30,18 @@ def _sums(array: jax.Array, num_parts: int) -> jax.Array:
     return jnp.sum(parts * weights, axis=(0, 1, 3, 4), dtype=jnp.uint32)
 
 
+def summed(arrays: Sequence[jax.Array]) -> list[tuple[tuple[jax.Array, ...], jax.Array]]:
+    """Arrays of a piece as runs, each with the sums that stand behind it: strand by strand."""
+    runs, run = [], []
+    for array in arrays:
+        if array.dtype == jnp.uint32:
+            runs.append((tuple(run), array))
+            run = []
+        else:
+            run.append(array)
+    return runs
+
+
 def _bits(array: jax.Array) -> jax.Array:
     """The bits of every number, as uint32."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]

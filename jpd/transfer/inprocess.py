@@ -9,7 +9,6 @@ made before the first piece was computed.
 import logging
 import time
 
-import jax
 from jax.sharding import Mesh
 
 from jpd.errors import TransferError
@@ -76,10 +75,7 @@ class _Puller:
             reason = f"not pulled for {late_seconds:.1f} s > {self._timeout_seconds:g} s"
             return self._failed(piece, f"{where}: {reason}")
         try:
-            shardings = self._target.shardings(piece.wire, piece.arrays)
-            moved = jax.device_put(piece.arrays, shardings)
-            jax.block_until_ready(moved)
-            arrays = self._target.join(piece.wire, moved)
+            arrays = self._target.put(piece.wire, piece.arrays)
         except Exception as error:  # whatever the runtime raises, the destination must hear of it
             logger.exception("transfer to %s failed", self._worker)
             return self._failed(piece, f"{where}: {error}")

@@ -49,14 +49,15 @@ class TransferPlan:
     """How KV goes from one worker's mesh to another's.
 
     The source gathers pages in `wire_partitions` parts (its own, or fewer by a gather among its
-    devices) and cuts each in `slices`. Every target device receives one slice: its own share, or
-    more, of which it then takes its share.
+    devices) and cuts each in `slices`. Every target device receives one slice, or `strands` parts,
+    which it joins: its own share, or more, of which it then takes its share.
     """
 
     source: KVLayout
     target: KVLayout
     wire_partitions: int
     slices: int
+    strands: int
     bytes_per_token: int  # of the sequence on the wire: all layers, all heads, once
 
     @property
@@ -66,7 +67,14 @@ class TransferPlan:
     @property
     def received_bytes_per_token(self) -> int:
         """By all target devices together; more than bytes_per_token where they hold equal parts."""
-        return self.bytes_per_token * self.target.devices // (self.wire_partitions * self.slices)
+        num_parts = self.wire_partitions * self.slices // self.strands
+        return self.bytes_per_token * self.target.devices // num_parts
+
+    @property
+    def regrouped_bytes_per_token(self) -> float:
+        """That the source's devices send to one another first, to have fewer parts."""
+        missing = 1.0 / self.wire_partitions - 1.0 / self.source.partitions
+        return self.bytes_per_token * self.source.devices * missing
 
     @property
     def busiest_link_bytes_per_token(self) -> float:
@@ -76,6 +84,9 @@ class TransferPlan:
         part to all its holders from a single device of the source.
         """
         part = self.bytes_per_token / (self.wire_partitions * self.slices)
+        if self.strands > 1:
+            holders = self.target.devices * self.strands // self.wire_partitions
+            return part * max(holders, self.strands)
         if self.source.devices == self.target.devices // self.slices:
             return part * self.slices
         return part * (self.target.devices // self.wire_partitions)
@@ -87,6 +98,7 @@ class TransferPlan:
         return Wire(
             partitions=self.wire_partitions,
             slices=self.slices,
+            strands=self.strands,
             page_size=page_size,
             move_sizes=move_sizes,
             token_bytes=self.bytes_per_token,
@@ -112,10 +124,18 @@ def wire_bytes_per_token(config: DecoderConfig, wire_dtype: str) -> int:
 
 
 def plan_transfer(source: KVLayout, target: KVLayout, bytes_per_token: int) -> TransferPlan:
-    """The plan with the fewest bytes received, of equals the one with the fewest arrays."""
+    """The plan that moves the fewest bytes, of equals the one with the fewest arrays."""
     common = math.gcd(source.partitions, target.partitions)
-    plans = (
-        TransferPlan(source, target, common, slices, bytes_per_token)
+    plans = [
+        TransferPlan(source, target, common, slices, 1, bytes_per_token)
         for slices in dict.fromkeys((1, target.partitions // common))
-    )
-    return min(plans, key=lambda plan: (plan.received_bytes_per_token, plan.slices))
+    ]
+    if common == target.partitions < source.partitions:
+        strands = source.partitions // common
+        plans.append(TransferPlan(source, target, source.partitions, 1, strands, bytes_per_token))
+    return min(plans, key=_least_moved)
+
+
+def _least_moved(plan: TransferPlan) -> tuple[float, int]:
+    num_bytes = plan.received_bytes_per_token + plan.regrouped_bytes_per_token
+    return num_bytes, plan.slices * plan.strands

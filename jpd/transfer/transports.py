@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from jpd.errors import ConfigError, Problem
 from jpd.rpc import kv_pb2 as pb
 from jpd.rpc.security import with_port
-from jpd.transfer.destination import Destination
+from jpd.transfer.destination import Destination, distinct_shards, part_start
 from jpd.transfer.notice import ArrayForm, Notice, parts
 from jpd.transfer.protocol import KVPiece
 
@@ -70,9 +70,7 @@ class StagedTransport:
             num_left -= len(data)
         if num_left:
             raise ConnectionError(f"{num_left} bytes of the piece did not come")
-        moved = jax.device_put(tuple(buffers), target.shardings(notice.wire, notice.arrays))
-        jax.block_until_ready(moved)
-        return target.join(notice.wire, moved)
+        return target.put(notice.wire, buffers)
 
 
 class JaxTransport:
@@ -107,8 +105,12 @@ class JaxTransport:
             self._connections[notice.transport_address] = self._server.connect(
                 notice.transport_address
             )
+        source = self._connections[notice.transport_address]
+        if notice.wire.strands > 1:
+            parts = source.pull(ticket, _wanted_parts(notice, target))
+            return target.weave(notice.wire, notice.arrays, parts)
         wanted = _Wanted(notice, target)
-        shards = self._connections[notice.transport_address].pull(ticket, wanted.shards)
+        shards = source.pull(ticket, wanted.shards)
         jax.block_until_ready(shards)
         moved = wanted.assembled(shards)
         jax.block_until_ready(moved)
@@ -125,10 +127,18 @@ def make_transport(name: str, address: str) -> Transport:
         raise ConfigError([Problem("mesh file", "cache.transport", name, str(error))]) from error
 
 
-def distinct_shards(array: jax.Array) -> list[jax.Array]:
-    """One copy of each part of an array, in the order of the parts."""
-    first = {_start(shard.index): shard.data for shard in reversed(array.addressable_shards)}
-    return [first[start] for start in sorted(first)]
+def _wanted_parts(notice: Notice, target: Destination) -> list[jax.ShapeDtypeStruct]:
+    """Of a wire with strands: each part of each array goes to the first device that needs it."""
+    firsts = [devices[0] for devices in target.holders(notice.wire)]
+    return [
+        jax.ShapeDtypeStruct(
+            (*form.shape[:2], form.shape[2] // notice.wire.partitions, form.shape[3]),
+            form.empty().dtype,
+            sharding=SingleDeviceSharding(device),
+        )
+        for form in notice.arrays
+        for device in firsts
+    ]
 
 
 class _Wanted:
@@ -167,10 +177,5 @@ class _Wanted:
         holders: dict[int, list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(form.shape).items():
             assert index is not None
-            holders.setdefault(_start(index), []).append(device)
+            holders.setdefault(part_start(index), []).append(device)
         return [holders[start] for start in sorted(holders)]
-
-
-def _start(index: tuple[slice, ...]) -> int:
-    """Where a part of the head axis begins."""
-    return int(index[2].start or 0)

@@ -13,9 +13,9 @@ class Wire:
     """How pages travel to one destination.
 
     The arrays of a piece are those of the first slice, one or two per layer and at last the
-    checksum if there is one, then those of the next slice. All have four axes and are split along
-    the third, as pools are: pages [n, p, K, W] as stored, or int8 and their float32 scales
-    [n, p, K, parts]; the checksum is uint32 [1, 1, parts of the wire, 1].
+    checksum if there is one, then those of the next slice; on arrival likewise strand by strand.
+    All have four axes and are split along the third, as pools are: pages [n, p, K, W] as stored, or
+    int8 and their float32 scales [n, p, K, parts]; the checksum is uint32 [1, 1, parts, 1].
     """
 
     partitions: int  # parts of the head axis in which pages leave the source's mesh
@@ -24,10 +24,12 @@ class Wire:
     token_bytes: int  # on the wire, all layers and heads, once
     dtype: str  # int8: quantised, with scales
     slices: int = 1  # each part is cut in so many, one for each target device that needs only that
+    strands: int = 1  # so many parts make one of the target's: they are joined where it is
     has_checksum: bool = False
 
     def __str__(self) -> str:
         cut = f", each cut in {self.slices}" if self.slices > 1 else ""
+        cut += f", joined by {self.strands} on arrival" if self.strands > 1 else ""
         checked = ", with checksums" if self.has_checksum else ""
         return (
             f"{self.partitions} parts{cut}, pages of {self.page_size} tokens as {self.dtype}"
@@ -36,7 +38,13 @@ class Wire:
 
     @property
     def uncut(self) -> "Wire":
-        """As it arrives: the slices are put together, each already where it belongs."""
+        """As it arrives: slices are put together, each already where it belongs.
+
+        Strands are not: they arrive as slices of the target's own parts would look.
+        """
+        if self.strands > 1:
+            parts = self.partitions // self.strands
+            return replace(self, partitions=parts, slices=self.strands, strands=1)
         return replace(self, partitions=self.partitions * self.slices, slices=1)
 
     @property

@@ -24,7 +24,7 @@ from tests.launch.tiny_fleets import MAX_LEN, PAGE_SIZE, deployment, worker
 
 NUM_FIRST, NUM_ANSWER, NUM_NEXT = 40, 20, 5
 KNOWN_ON_PREFILL, KNOWN_ON_DECODE = 32, 48  # of 40 prompt tokens; of those and 19 answer tokens
-SLOW_PREFILL = RateSeed(prefill=Line(0.0, 1.0), link=Line(0.0, 1e-12), kv_bytes_per_token=1.0)
+SLOW_PREFILL = RateSeed(prefill=Line(0.0, 1.0), link=Line(1e-3, 1e-12), kv_bytes_per_token=1.0)
 """Sending back is worth it, by rates that stay as they are."""
 
 

@@ -36,22 +36,37 @@ def test_mla_caches_its_latent_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "wire", "slices", "received", "busiest"),
+    ("source", "target", "wire", "slices", "strands", "received", "busiest"),
     [
-        (KVLayout(2, 2), KVLayout(2, 2), 2, 1, 1000, 500),  # one to one
-        (KVLayout(2, 2), KVLayout(4, 4), 2, 2, 1000, 500),  # each sends two quarters
-        (KVLayout(4, 4), KVLayout(2, 2), 2, 1, 1000, 500),
-        (KVLayout(1, 4), KVLayout(1, 4), 1, 1, 4000, 1000),  # one head on four: whole copies
-        (KVLayout(1, 1), KVLayout(8, 8), 1, 8, 1000, 1000),  # one sender of eight slices
-        (KVLayout(2, 2), KVLayout(2, 4), 2, 1, 2000, 1000),  # each half to two devices
-        (KVLayout(3, 3), KVLayout(2, 2), 1, 2, 1000, 1000),  # two slices of what one has gathered
+        (KVLayout(2, 2), KVLayout(2, 2), 2, 1, 1, 1000, 500),  # one to one
+        (KVLayout(2, 2), KVLayout(4, 4), 2, 2, 1, 1000, 500),  # each sends two quarters
+        (KVLayout(4, 4), KVLayout(2, 2), 4, 1, 2, 1000, 500),  # each gets two quarters
+        (KVLayout(4, 4), KVLayout(1, 2), 4, 1, 4, 2000, 1000),  # all four to either
+        (KVLayout(1, 4), KVLayout(1, 4), 1, 1, 1, 4000, 1000),  # one head on four: whole copies
+        (KVLayout(1, 1), KVLayout(8, 8), 1, 8, 1, 1000, 1000),  # one sender of eight slices
+        (KVLayout(2, 2), KVLayout(2, 4), 2, 1, 1, 2000, 1000),  # each half to two devices
+        (
+            KVLayout(3, 3),
+            KVLayout(2, 2),
+            1,
+            2,
+            1,
+            1000,
+            1000,
+        ),  # two slices of what one has gathered
     ],
 )
 def test_what_travels(
-    source: KVLayout, target: KVLayout, wire: int, slices: int, received: int, busiest: float
+    source: KVLayout,
+    target: KVLayout,
+    wire: int,
+    slices: int,
+    strands: int,
+    received: int,
+    busiest: float,
 ) -> None:
     plan = plan_transfer(source, target, bytes_per_token=1000)
-    assert (plan.wire_partitions, plan.slices) == (wire, slices)
+    assert (plan.wire_partitions, plan.slices, plan.strands) == (wire, slices, strands)
     assert plan.received_bytes_per_token == received
     assert plan.busiest_link_bytes_per_token == busiest
     assert plan.is_resharded == (source.partitions != target.partitions)

@@ -49,7 +49,8 @@ def test_quantised_pages_arrive_over_every_kind_of_plan(
     wire = kv_pools.wire_between(source, target, dtype="int8", has_checksum=True)
     sent, kept = source.fill(1), target.fill(2)
     arrived = kv_pools.pull(target, kv_pools.piece_of(source, wire, (3,)))
-    assert arrived.error is None and len(arrived.arrays) == 2 * kv_pools.NUM_LAYERS
+    assert arrived.error is None
+    assert len(arrived.arrays) == 2 * kv_pools.NUM_LAYERS * wire.strands
     target.moves.scatter(target.cache, arrived.arrays, (5, 2))
     for values, before, after in zip(sent, kept, target.read(), strict=True):
         got = after[[5, 2]].reshape(8, heads, -1)
@@ -72,7 +73,8 @@ def test_d16_a_piece_that_was_altered_in_flight_is_an_error(
         target, kv_pools.piece_of(source, wire), lambda inner: FaultyTransfer(inner, faults)
     )
     if stage is None:
-        assert arrived.error is None and len(arrived.arrays) == kv_pools.NUM_LAYERS
+        assert arrived.error is None
+        assert len(arrived.arrays) == kv_pools.NUM_LAYERS * wire.strands
     else:
         assert isinstance(arrived.error, TransferError) and arrived.arrays == ()
         assert "pages 0+2 of a: checksum differs" in str(arrived.error)
