@@ -80,22 +80,6 @@ def test_eviction_takes_the_longest_idle_from_its_end() -> None:
     assert pool.num_matched([*tokens(4, 5, 6), 0]) == 0
 
 
-def test_h02_branches_that_come_and_go_leave_the_tree_as_it_was() -> None:
-    pool, draw = Pool(64), random.Random(0)
-    base = tokens(*range(20))
-    pool.serve(base)
-    num_before = pool.cache.num_pages
-    for branch in range(500):
-        depth = draw.randrange(1, 20)
-        pool.serve([*base[: depth * PAGE], *tokens(1000 + branch, 2000 + branch)])
-        pool.now += 1.0
-        assert pool.num_matched([*base, 0]) == len(base)
-        pool.serve(base)  # in use: it is not what goes
-        pool.cache.evict(2)
-    assert pool.cache.num_pages == num_before
-    assert pool.serve(base) == len(base) - PAGE
-
-
 def test_two_copies_of_one_prefix_leave_one_known() -> None:
     pool = Pool(8)
     first, second = pool.cache.alloc(2), pool.cache.alloc(3)

@@ -41,18 +41,6 @@ async def test_a01_cancel_between_prefill_and_decode_frees_both_sides_at_once() 
         await running.assert_at_rest(seconds=1)
 
 
-async def test_a02_what_decode_refuses_was_never_prefilled() -> None:
-    """Fifty times a prompt that fits the prefill worker and never the decode worker."""
-    async with fleet(num_pages={"prefill-0": 64, "decode-0": 12}) as running:
-        for _ in range(50):
-            with pytest.raises(RequestError, match="decode-0"):
-                await running.run(attempt_of(range(80), max_tokens=4))
-        assert not running["prefill-0"].prefill.num_computed
-        await running.assert_at_rest(seconds=1.0)
-        valid = attempt_of(range(20), max_tokens=4)
-        assert await running.run(valid) == reference(valid)
-
-
 async def test_a06_no_message_of_two_hundred_requests_names_an_unknown_attempt() -> None:
     async with fleet(slots=8, num_pages=128) as running:
         attempts = [attempt_of(range(n, n + 5 + n % 9), max_tokens=2) for n in range(200)]
