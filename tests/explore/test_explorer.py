@@ -13,6 +13,7 @@ from jpd.router.holding import Holding
 from jpd.router.journey import Journey
 from jpd.transfer.offers import Offers
 from jpd.worker.decode_attempts import DecodeAttempts
+from jpd.worker.pages_back import AwaitedPages
 from jpd.worker.prefill_attempts import PrefillAttempts
 
 NUM_SEEDS_TO_FIND = 600
@@ -117,6 +118,11 @@ def do_not_wait_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeAttempts, "receive", hurry)
 
 
+def do_not_wait_for_pages_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of a prompt is computed with the first of them, not with the last."""
+    monkeypatch.setattr(AwaitedPages, "is_whole", property(lambda self: True))
+
+
 def keep_offers_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Offers, "expire", lambda self: None)
 
@@ -157,6 +163,7 @@ def give_back_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         (end_twice, "terminal events of"),
         (forget_a_row, "there are"),
         (do_not_wait_for_pages, "the reference has"),
+        (do_not_wait_for_pages_that_come_back, "the reference has"),
         (keep_offers_for_ever, "pieces are kept"),
         (serve_late_reads_of_what_is_there_now, ""),
         (give_back_twice, "attempts list it"),
