@@ -71,11 +71,11 @@ def test_delay_lets_others_overtake(stage: Stage) -> None:
 
 
 def test_a07_a_piece_that_is_pulled_too_late_is_refused() -> None:
-    fault = Fault("delay", attempt_id="a", delay_seconds=0.4, stage="pull")
-    pieces, _ = run(fault, timeout_seconds=0.2)
+    fault = Fault("delay", attempt_id="a", delay_seconds=0.9, stage="pull")
+    pieces, _ = run(fault, timeout_seconds=0.7)
     assert isinstance(pieces[-1].error, TransferError) and pieces[-1].arrays == ()
-    fault = Fault("delay", attempt_id="a", delay_seconds=0.4, stage="offer")
-    pieces, _ = run(fault, timeout_seconds=0.2)
+    fault = Fault("delay", attempt_id="a", delay_seconds=0.9, stage="offer")
+    pieces, _ = run(fault, timeout_seconds=0.7)
     assert pieces[-1].error is None, "it is not older than its offer"
 
 
