@@ -32,7 +32,8 @@ def _sums(array: jax.Array, num_parts: int) -> jax.Array:
 
 def summed(arrays: Sequence[jax.Array]) -> list[tuple[tuple[jax.Array, ...], jax.Array]]:
     """Arrays of a piece as runs, each with the sums that stand behind it: strand by strand."""
-    runs, run = [], []
+    runs: list[tuple[tuple[jax.Array, ...], jax.Array]] = []
+    run: list[jax.Array] = []
     for array in arrays:
         if array.dtype == jnp.uint32:
             runs.append((tuple(run), array))

@@ -33,7 +33,7 @@ class Destination:
         self._mesh = mesh
         self._views: dict[tuple[int, int], tuple[Mesh, ...]] = {}
 
-    def put(self, wire: Wire, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def put(self, wire: Wire, arrays: Sequence[Any]) -> tuple[jax.Array, ...]:
         """Arrays of a piece, from devices or from the host, as the uncut wire has them. Blocks."""
         if wire.strands > 1:
             parts = [part for array in arrays for part in parts_of(array, wire.partitions)]
