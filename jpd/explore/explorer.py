@@ -200,8 +200,7 @@ class _Explorer:
     async def _let_all_move(self) -> None:
         world = self._world
         for worker in world.workers:
-            if worker.has_work:
-                worker.turn()
+            worker.turn()
         for happening in world.network.happenings():
             happening.do()
         world.network.sweep()

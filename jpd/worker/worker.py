@@ -31,9 +31,6 @@ logger = logging.getLogger(__name__)
 STALL_SECONDS = 60.0
 """While a turn takes longer than this the worker is unhealthy."""
 
-SOON_SECONDS = 0.001
-"""The shortest wait for a deadline: none is missed by more."""
-
 DrainAnswer = Callable[[None | Exception], None]
 
 
@@ -49,6 +46,11 @@ class WorkerParts:
     warm_up: Callable[[Callable[[], None]], None]
     """Compiles everything, on the worker's thread; calls its argument between executables."""
     num_compilations: Callable[[], int]  # since ready
+
+    @property
+    def roles(self) -> list[PrefillAttempts | DecodeAttempts]:
+        """Those it was built for."""
+        return [role for role in (self.prefill, self.decode) if role is not None]
 
 
 class Worker:
@@ -140,8 +142,8 @@ class Worker:
 
     def check_integrity(self) -> None:
         """Pool and tables agree. Called through `submit` or after the thread has ended."""
-        roles = [role for role in (self._parts.prefill, self._parts.decode) if role is not None]
-        self._parts.pool.check_integrity([pages for role in roles for pages in role.held_pages()])
+        held = [pages for role in self._parts.roles for pages in role.held_pages()]
+        self._parts.pool.check_integrity(held)
 
     # The worker's thread.
 
@@ -158,11 +160,8 @@ class Worker:
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do anything now, for who drives a worker without its thread."""
-        if self._inbox:
-            return True
-        seconds = self._idle_seconds()
-        return seconds is not None and seconds <= SOON_SECONDS
+        """Whether a turn has something to do but for deadlines."""
+        return bool(self._inbox) or any(role.has_work for role in self._parts.roles)
 
     def turn(self) -> None:
         """One round of the loop without waiting, for who drives a worker without its thread."""
@@ -197,13 +196,13 @@ class Worker:
 
     def _idle_seconds(self) -> float | None:
         """How long the inbox may be waited on: until the next deadline. None: for ever."""
-        roles = [role for role in (self._parts.prefill, self._parts.decode) if role is not None]
-        if any(role.has_work for role in roles):
+        if self.has_work:
             return 0.0
-        deadline = min(self._parts.pool.next_expiry, *(role.next_deadline for role in roles))
+        deadlines = (role.next_deadline for role in self._parts.roles)
+        deadline = min(self._parts.pool.next_expiry, *deadlines)
         if not self._is_holding():
             deadline = min(deadline, self._idle_check.next_time)
-        return None if deadline == float("inf") else max(deadline - self._clock(), SOON_SECONDS)
+        return None if deadline == float("inf") else max(deadline - self._clock(), 0.001)
 
     def _handle(self, calls: list[Call]) -> None:
         """Do what was asked. Errors of jpd's tree are the asker's; all others are the worker's."""
@@ -218,10 +217,8 @@ class Worker:
                 raise
 
     def _expire(self, now: float) -> None:
-        if self._parts.prefill is not None:
-            self._parts.prefill.expire(now)
-        if self._parts.decode is not None:
-            self._parts.decode.expire(now)
+        for role in self._parts.roles:
+            role.expire(now)
         if self._parts.pool.next_expiry <= now:
             self._parts.pool.expire()
 
@@ -251,9 +248,8 @@ class Worker:
         error = self.lost_error()
         for call in self._inbox.close():
             call.fail(error)
-        for role in (self._parts.prefill, self._parts.decode):
-            if role is not None:
-                role.fail_all(error)
+        for role in self._parts.roles:
+            role.fail_all(error)
         for answer in self._drain_answers:
             answer(error)
         self._failure = self._failure or "closed"
@@ -354,8 +350,7 @@ class Worker:
             self._parts.prefill.learn_destination(name, like)
 
     def _receive(self, piece: ArrivedPiece) -> None:
-        roles = [role for role in (self._parts.decode, self._parts.prefill) if role is not None]
-        if not any(role.receive(piece) for role in roles):
+        if not any(role.receive(piece) for role in self._parts.roles):
             self._num_late_pieces += 1
 
     def _send_back(self, request: PageRequest) -> None:
