@@ -113,6 +113,7 @@ def test_grpc_asks_for_the_key_too(doors: Endpoints) -> None:
             for call in (
                 lambda: list(stub.Generate(request, metadata=metadata)),  # noqa: B023
                 lambda: stub.GetModelInfo(jpd_pb2.GetModelInfoRequest(), metadata=metadata),  # noqa: B023
+                lambda: list(stub.Chat(iter(()), metadata=metadata, timeout=5)),  # noqa: B023
             ):
                 with pytest.raises(grpc.RpcError) as caught:
                     call()

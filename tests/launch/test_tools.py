@@ -7,10 +7,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
 from jpd.api import Server
+from jpd.rpc import jpd_pb2, jpd_pb2_grpc
 from tests.support.tiny_tokenizer import tiny_vocabulary
 
 VOCABULARY = tiny_vocabulary()
@@ -66,3 +68,34 @@ def test_the_example(repo: Path, server: Server, capsys: pytest.CaptureFixture[s
     arguments = "".join(call.function.arguments or "" for call in calls if call.function)
     assert json.loads(arguments)["city"] in ("Rome", "Oslo") and len(calls) > 1
     assert choices[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.field_report("E21", "G10")
+async def test_a_turn_is_what_its_whole_history_gives_at_every_door(server: Server) -> None:
+    address = f"127.0.0.1:{server.serve(http_port=None).grpc_port}"
+    said = ("in the", "on", "a")
+    history, answers, cached = list[dict[str, object]](), list[str](), list[int]()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = jpd_pb2_grpc.JpdStub(channel).Chat()
+        for words in said:
+            turn = {
+                "chat": {"messages": [{"role": "user", "content": words}]},
+                "sampling": {"max_tokens": 6, "temperature": 0},
+            }
+            await call.write(jpd_pb2.ChatRequest(turn=turn))
+            text = ""
+            while not (delta := (await call.read()).delta).finish_reason:
+                text += delta.text
+            answers.append(text + delta.text)
+            cached.append(delta.usage.num_cached_tokens)
+            history.append({"role": "user", "content": words})
+            [whole] = await server.achat(history, max_tokens=6, temperature=0)
+            assert whole.text == answers[-1]
+            history.append(whole.as_message())
+        await call.done_writing()
+    chat = server.session()
+    assert [(await chat.asay(w, max_tokens=6, temperature=0)).text for w in said] == answers
+    assert list(chat.messages) == history
+    assert (
+        cached[0] < 16 and cached[-1] >= 16
+    )  # a page: the first turn's prompt is not computed again
