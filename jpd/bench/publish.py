@@ -89,12 +89,28 @@ def with_figures(path: Path, figures: str) -> str:
     return f"{before}{BEGIN}\n{figures}\n{END}{after}"
 
 
+HEAD = """# Benchmarks
+
+Written by `jpd bench all --quick --docs` from the files in `docs/benchmarks/`; nothing here is
+typed by hand. A machine that does other work at the same time makes every time longer: compare
+figures of one run.
+
+```
+pip install 'jpd[demo,bench]'             # the model, the load generator, pictures
+pip install torch --index-url https://download.pytorch.org/whl/cpu
+pip install 'jpd[peers]'                  # builds llama.cpp: needs CMake and a C++ compiler
+jpd bench all --quick --docs              # in a checkout; each benchmark in its own process
+jpd bench soak --minutes 60 --json docs/benchmarks/soak.json
+```
+
+Without the peers `all` leaves them out. On accelerators `serve` takes
+`--mesh mesh_configs/colocated-gpu.toml` or a file of several GPUs; its ceilings name the device
+they were measured on.
+"""
+
+
 def render_page(documents: Documents) -> str:
-    parts = [
-        "# Benchmarks\n\nWritten by `jpd bench all --quick --docs` from the files in "
-        "`docs/benchmarks/`; nothing here is typed by hand. A machine that does other work at the "
-        "same time makes every time longer: compare figures of one run.\n"
-    ]
+    parts = [HEAD]
     for document in documents.values():
         rows = [(r.name, shown(r.value), r.unit, _target(r)) for r in document.results]
         parts.append(f"## {document.name}\n\n{origin([document])}\n")
