@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.field_reports import (
     AREAS,
+    DOCUMENT,
     Report,
     Shown,
     document,
@@ -29,6 +30,20 @@ def test_tests_name_reports_that_exist_and_can_arise() -> None:
     for one in shown_by_tests():
         assert one.report in reports, f"{one.file}::{one.test} names {one.report}"
         assert reports[one.report].outcome, f"{one.file}::{one.test}: {one.report} cannot arise"
+
+
+def test_every_report_is_shown_by_a_test_or_cannot_arise() -> None:
+    shown = {one.report for one in shown_by_tests()}
+    assert not [
+        name
+        for name, report in read_reports().items()
+        if not report.cannot_arise and name not in shown
+    ]
+
+
+def test_the_document_is_what_the_tests_say() -> None:
+    written = document(read_reports(), shown_by_tests())
+    assert DOCUMENT.read_text() == written, "make field-reports writes it anew"
 
 
 def test_reports_are_found_in_names_and_in_markers(tmp_path: Path) -> None:
