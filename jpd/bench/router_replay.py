@@ -126,7 +126,13 @@ class Replay:
         """Place a request as a journey does, and let its workers do their part."""
         num_pages = -(-(request.num_tokens + request.num_output_tokens) // TRACE_PAGE_SIZE)
         row = Row(num_pages)
-        wishes = Wishes(row, num_pages, num_tokens=request.num_tokens, draw=number * 7919)
+        wishes = Wishes(
+            row,
+            num_pages,
+            num_tokens=request.num_tokens,
+            session_id=request.session_id,
+            draw=number * 7919,
+        )
         self._placement.note_prompt(request.num_tokens)
         wishes = self._placement.complete(wishes, request.page_ids, request.num_output_tokens)
         decoder = self._placement.rank_decoders(wishes)[0].name

@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -30,6 +30,7 @@ class TraceRequest:
     num_tokens: int
     num_output_tokens: int
     page_ids: tuple[int, ...]  # the last page may be partly filled
+    session_id: str | None = None
 
 
 Trace = Sequence[TraceRequest]
@@ -102,11 +103,7 @@ def _spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
         gap = following[0].arrival_seconds - start if following else 0.0
         for place, request in enumerate(tick):
             arrival = start + gap * place / len(tick)
-            spread.append(
-                TraceRequest(
-                    arrival, request.num_tokens, request.num_output_tokens, request.page_ids
-                )
-            )
+            spread.append(replace(request, arrival_seconds=arrival))
     return spread
 
 
@@ -124,9 +121,11 @@ class _Author:
         times = (self.draw.expovariate(per_second) for _ in range(count))
         return itertools.accumulate(times)
 
-    def request(self, arrival: float, page_ids: tuple[int, ...]) -> TraceRequest:
+    def request(
+        self, arrival: float, page_ids: tuple[int, ...], session_id: str | None = None
+    ) -> TraceRequest:
         num_tokens = TRACE_PAGE_SIZE * len(page_ids) - self.draw.randrange(TRACE_PAGE_SIZE)
-        return TraceRequest(arrival, num_tokens, self.draw.randint(50, 500), page_ids)
+        return TraceRequest(arrival, num_tokens, self.draw.randint(50, 500), page_ids, session_id)
 
 
 def uniform(num_requests: int, seed: int = 0) -> list[TraceRequest]:
@@ -143,13 +142,15 @@ def sessions(num_requests: int, seed: int = 0) -> list[TraceRequest]:
     author = _Author(seed)
     common = author.pages(1)
     live = [common + author.pages(4) for _ in range(max(4, num_requests // 40))]
-    requests = []
+    requests, names = [], itertools.count(len(live))
+    sessions = list(range(len(live)))
     for arrival in author.arrivals(num_requests, 4.0):
         place = author.draw.randrange(len(live))
         if author.draw.random() < 0.1:
             live[place] = common + author.pages(author.draw.randint(1, 20))
+            sessions[place] = next(names)
         live[place] += author.pages(author.draw.randint(1, 4))
-        requests.append(author.request(arrival, live[place]))
+        requests.append(author.request(arrival, live[place], str(sessions[place])))
     return requests
 
 

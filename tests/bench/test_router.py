@@ -41,6 +41,12 @@ def test_pure_prefix_affinity_herds_on_the_page_that_everybody_shares() -> None:
     assert done.imbalance > 2.0
 
 
+def test_sessions_of_a_trace_stay_with_their_workers() -> None:
+    trace = traces.sessions(800)
+    done = Replay("session_affinity", num_workers=4).run(trace)
+    assert done.hit_rate >= 0.9 * hit_rate_of_one(trace)
+
+
 def test_every_policy_goes_through_a_replay() -> None:
     names = get_args(PolicyName)
     results = router_replay.results("sessions", traces.sessions(60), names)
