@@ -114,9 +114,11 @@ class WaitingRoom:
         return kept
 
     def seconds_of_wait(self, ticket: Ticket) -> float:
-        """How long it would wait from now on, at the pace of late; 0.0 when nobody waits."""
+        """How long it would wait from now on, at the pace of late; 0.0 when nobody is before it."""
         if not self._line or self._last_admitted is None:
             return 0.0
+        if ticket.fits() and all(other.waits_for for other in self._line):
+            return 0.0  # all of them have use for other workers only
         gap = max(self._mean_gap_seconds or 0.0, self._clock() - self._last_admitted)
         return gap * (1 + self._line.num_before(ticket))
 

@@ -7,7 +7,7 @@ import pytest
 
 from jpd.config import SloConfig
 from jpd.errors import OverloadedError
-from tests.router.rig import rig
+from tests.router.rig import fleet, rig
 from tests.router.virtual_time import virtual
 from tests.support.fake_worker import FakeWorker, one_each
 
@@ -135,6 +135,17 @@ async def test_cancelling_in_the_middle_of_a_reservation_frees_what_the_worker_g
             await task
         await asyncio.sleep(0.1)
         assert r["d0"].num_held == 0 and r.view("d0").num_rows == 0
+
+
+@virtual
+async def test_those_who_wait_for_one_worker_are_no_reason_to_refuse_who_fits_on_another() -> None:
+    slo = SloConfig("fast", ttft_ms=1000.0, tpot_ms=500.0)
+    async with rig(*fleet(1, 2, slots=1, step_seconds=0.1), slos=[slo]) as r:
+        pinned = [r.begin(r.request(max_tokens=21, decode_worker="d1")) for _ in range(6)]
+        await asyncio.sleep(9.0)  # some have gone: the pace of the line is known
+        answer = await r.ask(r.request(max_tokens=2, slo="fast"))
+        assert answer.timeline.decode_worker == "d0" and answer.timeline.queue_seconds == 0.0
+        await asyncio.gather(*pinned)
 
 
 @virtual
