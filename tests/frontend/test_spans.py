@@ -1,8 +1,6 @@
-"""Spans of requests: phases below the router's, below the caller's; and where they are sent."""
+"""Spans of requests: phases below the router's, below the caller's."""
 
-import re
 from collections.abc import Generator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import grpc
@@ -15,15 +13,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from jpd.api import Server
 from jpd.config import DeploymentConfig
-from jpd.errors import ConfigError, WorkerLostError
-from jpd.frontend import otlp
+from jpd.errors import WorkerLostError
 from jpd.frontend.spans import read_trace_context
 from jpd.rpc import jpd_pb2, jpd_pb2_grpc
 from tests.support.fake_server import FakeFleet, make_tiny_model, write_deployment
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
-COLLECTOR = "http://127.0.0.1:1"
 
 
 @pytest.fixture(scope="module")
@@ -154,56 +150,3 @@ def test_a_trace_context_that_is_none_is_no_parent(
     httpx.post(url, json=body, headers={"traceparent": value}).raise_for_status()
     assert by_name(exporter)["router"].parent is None
     assert len(read_trace_context({"traceparent": "x" * 99, "tracestate": "a=b"}.get)) == 1
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "environment", "is_wanted"),
-    [
-        (None, {}, False),
-        (COLLECTOR, {}, True),
-        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": COLLECTOR}, True),
-        (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": COLLECTOR}, True),
-        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": COLLECTOR, "OTEL_SDK_DISABLED": "true"}, False),
-        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": COLLECTOR, "OTEL_TRACES_EXPORTER": "none"}, False),
-    ],
-)
-def test_a_flag_or_a_variable_asks_for_spans(
-    endpoint: str | None, environment: dict[str, str], is_wanted: bool
-) -> None:
-    for protocol in ("grpc", "http/protobuf"):
-        chosen = {"OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
-        provider = otlp.open_otlp(endpoint, environment | chosen, "1")
-        assert (provider is not None) == is_wanted
-        if provider is not None:
-            assert provider.resource.attributes["service.name"] == "jpd"
-            provider.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "environment", "told"),
-    [
-        ("localhost:4317", {}, "--otlp-endpoint.*must be a URL"),
-        (COLLECTOR, {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "smoke"}, "must be grpc or http"),
-    ],
-)
-def test_what_cannot_be_exported_to_is_told(
-    endpoint: str, environment: dict[str, str], told: str
-) -> None:
-    with pytest.raises(ConfigError, match=told):
-        otlp.open_otlp(endpoint, environment, "1")
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "name"), [(COLLECTOR, "--otlp-endpoint"), (None, "OTEL_EXPORTER_OTLP_ENDPOINT")]
-)
-def test_without_the_extra_who_asks_is_told_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, endpoint: str | None, name: str
-) -> None:
-    def find(module: str) -> ModuleSpec | None:
-        return None
-
-    monkeypatch.setattr(otlp, "find_spec", find)
-    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": COLLECTOR}
-    with pytest.raises(ConfigError, match=re.escape(name) + ".*jpd\\[otel\\]"):
-        otlp.open_otlp(endpoint, environment, "1")
-    assert otlp.open_otlp(None, {}, "1") is None
