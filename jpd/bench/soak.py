@@ -53,7 +53,7 @@ class Effort:
     num_alone: int = 24  # answers compared with what the request gets alone
     lull_seconds: float = 0.5  # at most between two bursts
     kill_seconds: float = 30.0  # between a recovery and the next kill
-    warm_share: float = 0.3  # of the traffic, before memory is looked at first
+    warm_share: float = 0.5  # of the traffic, before memory is looked at first
 
 
 class Soak:
@@ -91,7 +91,7 @@ class Soak:
             start, number = time.monotonic(), 0
             while (share := self._share_done(start, number)) < 1.0:
                 if share >= self._effort.warm_share and not self._memory[0]:
-                    self._memory[0] = self._memory_bytes()
+                    await self._note_warm_memory()
                 await asyncio.sleep(self._gap())
                 await places.acquire()
                 clients.create_task(self._client(self._draw.asked(), places))
@@ -105,6 +105,12 @@ class Soak:
         if self._effort.seconds:
             return (time.monotonic() - start) / self._effort.seconds
         return number / self._effort.num_requests
+
+    async def _note_warm_memory(self) -> None:
+        """While every host is there: one that was killed has none."""
+        health = await asyncio.to_thread(self._server.health)
+        if health.status == "ok":
+            self._memory[0] = self._memory_bytes()
 
     def _gap(self) -> float:
         longest = self._effort.lull_seconds
@@ -181,6 +187,9 @@ class Soak:
         )
         health = server.health()
         ledger.note("I5 health tells the truth", health.status == "ok", health.reasons)
+        num_counted = sum_of(server.metrics, "jpd:retries_total")
+        words = f"{ledger.num_retries} retries were told, {num_counted:g} counted"
+        ledger.note("I6 no silent fallback", ledger.num_retries <= num_counted, words)
         num_compiled = server.metrics.value("jpd:compilations_after_ready_total")
         ledger.note("I8 nothing compiles after ready", num_compiled == 0, f"{num_compiled:g} did")
 
@@ -198,6 +207,7 @@ class Soak:
             Result("requests refused as they must be", ledger.num_refused, ""),
             Result("requests that failed with a reason", ledger.num_failed, ""),
             Result("hosts killed", self.num_kills, ""),
+            Result("retries that answers tell", ledger.num_retries, ""),
             Result("answers compared with those alone", len(self._determined), ""),
         ]
 
@@ -227,6 +237,12 @@ async def listen(server: Streams, asked: Asked) -> Heard:
     except JpdError as raised:
         error = raised
     return Heard(asked, choices, error)
+
+
+def sum_of(metrics: Metrics, name: str) -> float:
+    """Of a counter, over all its labels."""
+    samples = (sample for family in metrics.registry.collect() for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == name)
 
 
 def busy_gauges(metrics: Metrics) -> Mapping[str, float]:

@@ -106,6 +106,7 @@ class Ledger:
         self.num_told = 0  # choices whose client heard their end
         self.num_left = 0  # choices whose client did not
         self.num_failed = 0  # requests that ended with an error for a client that stayed
+        self.num_retries = 0  # that answers tell
         self.num_violations: dict[str, int] = defaultdict(int)
         self.words: list[str] = []
 
@@ -151,8 +152,9 @@ def check_answer(one: Heard, ledger: Ledger, *, hosts_are_killed: bool) -> None:
     for choice in one.choices:
         ledger.note("I3 one end of each request", choice.num_ends <= 1, one)
         ledger.note("I2 tokens as alone", is_as_asked(one.asked, choice), one)
-        if choice.timeline is not None and choice.timeline.num_retries:
-            ledger.note("I6 no silent fallback", len(choice.timeline.path) > 1, choice.timeline)
+        if choice.timeline is not None:
+            ledger.num_retries += choice.timeline.num_retries
+            ledger.note("I6 no silent fallback", bool(choice.timeline.path), choice.timeline)
 
 
 def is_as_asked(asked: Asked, choice: Answer) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jpd.bench.soak import Effort, Soak
+from jpd.bench.soak import Effort, Soak, sum_of
 from jpd.bench.soak_requests import Draw, Limits
 from jpd.errors import RequestError, WorkerLostError
 from jpd.metrics import Metrics
@@ -42,7 +42,7 @@ class Server:
     def _delta(self, index: int, options: dict[str, Any], number: int) -> Any:
         count = min(options.get("max_tokens", 4), 4)
         first = number if self.fault == "answers differ" else 1
-        timeline = Timeline(path=["disaggregated"])
+        timeline = Timeline(path=[] if self.fault == "no path" else ["disaggregated"])
         timeline.num_retries = int(self.fault == "silent retry")
         logprobs = (SimpleNamespace(logprob=-1.0),) * count
         return SimpleNamespace(
@@ -62,6 +62,14 @@ class Server:
 
     def check_integrity(self) -> None:
         assert self.fault != "pages", "page 3 has two owners"
+
+
+def test_a_counter_is_summed_over_its_labels() -> None:
+    metrics = Metrics()
+    for labels, count in ((("transfer", "a", "decode"), 2), (("lost", "b", "prefill"), 3)):
+        metrics.retries.labels(*labels).inc(count)
+    assert sum_of(metrics, "jpd:retries_total") == 5.0
+    assert sum_of(metrics, "jpd:nothing_total") == 0.0
 
 
 def soak(fault: str, memory: list[int] | None = None) -> tuple[list[str], dict[str, bool]]:
@@ -92,6 +100,7 @@ def test_a_sound_server_breaks_nothing() -> None:
         ("takes bad ones", "I4"),
         ("unwell", "I5"),
         ("silent retry", "I6"),
+        ("no path", "I6"),
         ("pages", "I7"),
         ("compiles", "I8"),
     ],

@@ -1,6 +1,8 @@
 """The soak over a real fleet in a pool that is always short: nothing compiles, nothing is left,
 every request ends once, and an answer is what its request gets alone."""
 
+import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +50,13 @@ def num_live_arrays() -> int:
 
 
 @pytest.mark.field_report("G03", "H06")
-def test_a_soak_leaves_nothing_and_changes_no_answer(server: Server) -> None:
-    """Memory is counted in arrays here: the process has more in it than this server."""
+def test_a_soak_leaves_nothing_and_changes_no_answer(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory is counted in arrays here: the process has more in it than this server.
+
+    Records that pytest keeps hold their errors, and those the arrays of their frames: none here."""
+    caplog.set_level(logging.ERROR, logger="jpd")
     draw = Draw(SEED, Limits(MAX_LEN, VOCAB_SIZE, PAGE_SIZE, CHUNK))
     at_rest = num_live_arrays()
     soak = Soak(server, draw, EFFORT, num_live_arrays)
@@ -58,7 +65,10 @@ def test_a_soak_leaves_nothing_and_changes_no_answer(server: Server) -> None:
     kept = [result for result in results.values() if result.target is not None]
     assert len(kept) == 9
     assert all(result.ok for result in kept if not result.name.startswith("memory"))
-    assert num_live_arrays() <= at_rest + 2, "what is live at rest does not grow"
+    deadline = time.monotonic() + 5.0  # workers let go of their last step a moment after its answer
+    while num_live_arrays() > at_rest and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert num_live_arrays() <= at_rest, "what is live at rest does not grow"
     assert results["requests"].value == 100 and results["requests refused as they must be"].value
     assert results["answers compared with those alone"].value == 24
     check_reports(server, soak.ledger.num_refused)
