@@ -131,7 +131,8 @@ class PaperTransfer:
 
     def ask(self, request: PageRequest) -> None:
         source = self._network.find(request.source)
-        name = f"{self.worker} asks {request.source} for pages of {request.attempt_id}"
+        pages = f"{request.page_start}+{request.num_pages}"
+        name = f"{self.worker} asks {request.source} for pages {pages}"
         self._network.send(name, lambda: source.hear_request(request))
 
     def cancel(self, attempt_id: str) -> None:
