@@ -2,8 +2,6 @@
 
 import random
 
-import jax
-
 from jpd.engine.decode import DecodeEngine
 from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillDone, PrefillEngine, PrefillTask
@@ -15,7 +13,7 @@ DESTINATION = "decode-0"
 
 
 class Pair:
-    """A prefill rig and a decode rig on other devices, joined by device_put."""
+    """A prefill rig and a decode rig on other devices, joined by a destination."""
 
     def __init__(self, source: Rig, target: Rig) -> None:
         self.source, self.target = source, target
@@ -51,9 +49,7 @@ class Pair:
         for piece in self.pieces:
             pages = self.target_pages[piece.attempt_id]
             ids = pages[piece.page_start : piece.page_start + piece.num_pages]
-            shardings = self.destination.shardings(piece.wire, piece.arrays)
-            moved = jax.device_put(piece.arrays, shardings)
-            self.decode.write_pages(self.destination.join(piece.wire, moved), ids)
+            self.decode.write_pages(self.destination.put(piece.wire, piece.arrays), ids)
         self.pieces.clear()
 
     def row(self, done: PrefillDone) -> DecodeRow:
