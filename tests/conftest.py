@@ -3,11 +3,15 @@
 Everything about JAX is set here, before any test module can start a backend.
 """
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
+
+from jpd.log_lines import JsonLines, PlainLines
 
 REPO = Path(__file__).resolve().parent.parent
 GOLDEN = REPO / "tests" / "golden"
@@ -32,6 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def no_log_outlives_its_test() -> Iterator[None]:
+    """A command that ran in this process logs to what was its stderr, which is closed then."""
+    yield
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if isinstance(handler.formatter, PlainLines | JsonLines):
+            root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
