@@ -19,7 +19,7 @@ KEYS_PER_BLOCK = 128
 
 KEYS_PER_QUERY_BLOCK = 32
 """Of a single query: its products are so small that XLA would spread larger ones over threads that
-then mostly wait for each other (two cores, 32 rows: twice the CPU time, a third more wall time)."""
+then mostly wait for each other."""
 
 QUERIES_PER_BLOCK = 128
 """Of the blocks that only some of its queries see, half is computed for nothing."""

@@ -24,6 +24,7 @@ from jpd.request import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 from jpd.rpc import jpd_pb2, jpd_pb2_grpc
 from tests.frontend.conftest import Doors
 from tests.frontend.fake_router import BOS, CHAT_TEMPLATE, make_model, make_tokenizer
+from tests.support.captured_log import captured_log
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -143,16 +144,8 @@ FORGED = "x\n2026-01-01 00:00:00 INFO jpd: all is well\x1b[2J\x9b\u2028{{ 7*7 }}
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     """All that the loggers of the server write, as `jpd serve` has it."""
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(PlainLines())
-    logger = logging.getLogger("jpd")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    yield stream
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with captured_log(PlainLines(), logging.DEBUG) as stream:
+        yield stream
 
 
 def forged_calls(doors: Doors) -> list[httpx.Response]:

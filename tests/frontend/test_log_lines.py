@@ -13,20 +13,13 @@ import pytest
 from jpd.log_lines import JsonLines, PlainLines, line_of_host, start_logging, wants_json
 from jpd.rpc import jpd_pb2, jpd_pb2_grpc
 from tests.frontend.conftest import Doors
+from tests.support.captured_log import captured_log
 
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("jpd")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield stream
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with captured_log(JsonLines(), logging.INFO) as stream:
+        yield stream
 
 
 def wait_for_line(lines: io.StringIO, text: str) -> str:
@@ -84,13 +77,8 @@ def test_a_traceback_stays_on_its_line(lines: io.StringIO) -> None:
 
 @pytest.fixture
 def plain() -> Iterator[io.StringIO]:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(PlainLines())
-    logger = logging.getLogger("jpd")
-    logger.addHandler(handler)
-    yield stream
-    logger.removeHandler(handler)
+    with captured_log(PlainLines(), logging.INFO) as stream:
+        yield stream
 
 
 def test_nothing_begins_a_line_of_its_own_in_plain_logs_either(plain: io.StringIO) -> None:
