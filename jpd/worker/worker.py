@@ -205,12 +205,16 @@ class Worker:
         return None if deadline == float("inf") else max(deadline - self._clock(), 0.001)
 
     def _handle(self, calls: list[Call]) -> None:
-        """Do what was asked. Errors of jpd's tree are the asker's; all others are the worker's."""
+        """Do what was asked. Errors of jpd's tree are the asker's; all others are the worker's.
+
+        They go without their traceback: its frames hold arrays, and a traceback in a cycle of the
+        asker's would keep those until the garbage collector comes.
+        """
         for index, call in enumerate(calls):
             try:
                 call.action()
             except JpdError as error:
-                call.fail(error)
+                call.fail(error.with_traceback(None))
             except Exception as error:
                 for undone in calls[index:]:
                     undone.fail(WorkerLostError(self.name, f"{type(error).__name__}: {error}"))
