@@ -20,6 +20,7 @@ from jpd.frontend.border import DEFAULT_MAX_CALLS
 from jpd.frontend.door_security import NO_SECURITY, DoorSecurity
 from jpd.frontend.grpc_server import GrpcServer
 from jpd.frontend.http_app import DEFAULT_MAX_BODY_BYTES, create_app
+from jpd.frontend.http_protocol import PatientProtocol
 from jpd.frontend.operations import ServerFacts
 from jpd.frontend.service import TextService
 from jpd.rpc.security import is_loopback
@@ -112,7 +113,7 @@ class _HttpServer:
         self._config = uvicorn.Config(
             app,
             lifespan="off",
-            http="h11",  # whatever else is installed
+            http=PatientProtocol,
             ws="none",
             log_config=None,
             access_log=False,  # the border writes a line of its own

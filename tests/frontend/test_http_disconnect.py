@@ -31,15 +31,20 @@ def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
     return False
 
 
-def send(doors: Doors, path: str = "/v1/completions", **body: object) -> socket.socket:
-    """A raw connection with one request on it."""
+def send(
+    doors: Doors, path: str = "/v1/completions", *, buffer_bytes: int | None = None, **body: object
+) -> socket.socket:
+    """A raw connection with one request on it, which takes in so much before it is read."""
     fields = {"prompt": "a", "max_tokens": 400} | body
     if path.endswith("chat/completions"):
         del fields["prompt"]
     content = json.dumps(fields).encode()
     host, port = "127.0.0.1", doors.endpoints.http_port
     assert port is not None
-    connection = socket.create_connection((host, port))
+    connection = socket.socket()
+    if buffer_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    connection.connect((host, port))
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\n\r\n"
@@ -94,14 +99,22 @@ def test_e20_all_choices_and_prompts_are_cancelled(doors: Doors) -> None:
     assert doors.router.num_cancelled == 8
 
 
+def unread(doors: Doors, *, stream: bool) -> socket.socket:
+    """A connection whose answer is more than all buffers on its way, and which nobody reads."""
+    doors.router = FakeRouter(script=lambda request: [97] * 1_500_000, tokens_per_event=20_000)
+    fields = {"stream": stream, "max_tokens": None, "return_token_ids": True}
+    messages = [{"role": "user", "content": "hi"}]
+    path = "/v1/chat/completions"
+    return send(doors, path, buffer_bytes=4096, messages=messages, **fields)
+
+
 def test_e20_a_client_that_stops_reading_and_leaves(doors: Doors) -> None:
-    big = FakeRouter(script=lambda request: [97] * 400_000, tokens_per_event=4000)
-    doors.router = big
-    connection = send(doors, stream=True, max_tokens=None, return_token_ids=True)
-    assert wait_until(lambda: big.num_running == 1)
+    connection = unread(doors, stream=True)
+    assert wait_until(lambda: doors.router.num_running == 1)
     time.sleep(0.05)
     connection.close()
-    assert wait_until(lambda: big.num_running == 0)
+    assert wait_until(lambda: doors.router.num_cancelled == 1)
+    assert doors.router.num_running == 0
 
 
 def test_a_left_request_is_no_error_in_the_log(
