@@ -2,15 +2,14 @@
 
 So a page that is lost, late or another attempt's gives other tokens than `reference`, which needs
 no pages. Results come one step behind, as from the real engines. Stand in for `jpd.engine` in the
-explorer.
+explorer, and in tests of workers, whose pool puts its pages on devices.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
-
-import jax
+from typing import Any
 
 from jpd.engine.decode_row import DecodeDone, DecodeRow
 from jpd.engine.prefill import PrefillDone, PrefillTask
@@ -32,12 +31,24 @@ def next_token(sequence: Sequence[int]) -> int:
     return value % VOCAB_SIZE
 
 
-def reference(prompt: Sequence[int], max_tokens: int) -> list[int]:
+def reference(
+    prompt: Sequence[int], max_tokens: int, stop_token_ids: Collection[int] = ()
+) -> list[int]:
     """What a greedy request must generate."""
     sequence = list(prompt)
     for _ in range(max_tokens):
         sequence.append(next_token(sequence))
+        if sequence[-1] in stop_token_ids:
+            break
     return sequence[len(prompt) :]
+
+
+def _finish_reason(
+    token_id: int, num_output_tokens: int, wanted: PrefillTask | DecodeRow
+) -> FinishReason | None:
+    if token_id in wanted.stop_token_ids:
+        return "stop"
+    return "length" if num_output_tokens == wanted.sampling.max_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +60,16 @@ class PaperPages:
 
 
 class PaperPool:
-    """The contents of one worker's pool."""
+    """The contents of one worker's pool, and how they travel: a piece for each page.
+
+    The more pieces there are, the more orders they can come in.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
+        self.wire = Wire(1, page_size, (1,), token_bytes=1, dtype="int32")
         self.pages = [[UNWRITTEN] * page_size for _ in range(num_pages)]
+        self.on_write: Callable[[str, Sequence[int]], None] = lambda attempt_id, page_ids: None
 
     def put(self, page_ids: Sequence[int], position: int, token: int) -> None:
         self.pages[page_ids[position // self.page_size]][position % self.page_size] = token
@@ -62,21 +78,17 @@ class PaperPool:
         tokens = itertools.chain.from_iterable(self.pages[page] for page in page_ids)
         return list(itertools.islice(tokens, num_tokens))
 
-    def write(
-        self,
-        arrays: Sequence[Any],
-        page_ids: Sequence[int],
-        on_write: Callable[[str, Sequence[int]], None],
-    ) -> None:
+    def gather(self, attempt_id: str, page_ids: Sequence[int]) -> tuple[Any, ...]:
+        """The arrays of a piece: a copy of these pages."""
+        return (PaperPages(attempt_id, tuple(tuple(self.pages[page]) for page in page_ids)),)
+
+    def scatter(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
         """Put what arrived for an attempt into these pages, after telling whose and where."""
         (copied,) = arrays
         assert isinstance(copied, PaperPages)
-        on_write(copied.attempt_id, page_ids)
+        self.on_write(copied.attempt_id, page_ids)
         for page_id, page in zip(page_ids, copied.pages, strict=True):
             self.pages[page_id][:] = page
-
-    def copy(self, attempt_id: str, page_ids: Sequence[int]) -> PaperPages:
-        return PaperPages(attempt_id, tuple(tuple(self.pages[page]) for page in page_ids))
 
 
 @dataclass(slots=True)
@@ -87,7 +99,7 @@ class _Running:
 
 
 class PaperOutlet:
-    """One piece per page: the more there are, the more orders they can come in."""
+    """Emits pages of one pool as its wire cuts them."""
 
     def __init__(
         self,
@@ -115,34 +127,37 @@ class PaperOutlet:
         *,
         is_end: bool,
     ) -> None:
-        for page in range(start, end):
-            pages = self._pool.copy(attempt_id, page_ids[page : page + 1])
-            self._emit(self._piece(attempt_id, destination, page, (pages,), is_end, end))
+        for num_pages in self._pool.wire.split(max(0, end - start)):
+            arrays = self._pool.gather(attempt_id, page_ids[start : start + num_pages])
+            is_last = is_end and start + num_pages == end
+            self._put(attempt_id, destination, start, num_pages, arrays, is_last)
+            start += num_pages
 
     def refuse(self, attempt_id: str, destination: str, start: int) -> None:
-        self._emit(self._piece(attempt_id, destination, start, (), True, start))
+        self._put(attempt_id, destination, start, 0, (), True)
 
-    def _piece(
+    def _put(
         self,
         attempt_id: str,
         destination: str,
-        page: int,
-        pages: tuple[PaperPages, ...],
-        is_end: bool,
-        end: int,
-    ) -> KVPiece:
-        size = self._pool.page_size
-        return KVPiece(
+        start: int,
+        num_pages: int,
+        arrays: tuple[Any, ...],
+        is_last: bool,
+    ) -> None:
+        wire = self._pool.wire
+        piece = KVPiece(
             attempt_id=attempt_id,
             destination=destination,
-            page_start=page,
-            num_pages=len(pages),
-            arrays=cast(tuple[jax.Array, ...], pages),
-            wire=Wire(1, size, (1,), token_bytes=1, dtype="int32"),
-            num_bytes=size * len(pages),
-            is_last=is_end and page + len(pages) == end,
+            page_start=start,
+            num_pages=num_pages,
+            arrays=arrays,
+            wire=wire,
+            num_bytes=wire.num_bytes(num_pages),
+            is_last=is_last,
             offered_time=self._clock(),
         )
+        self._emit(piece)
 
 
 class PaperPrefill:
@@ -157,9 +172,9 @@ class PaperPrefill:
     ) -> None:
         self._pool, self._chunk = pool, chunk
         self._outlet = PaperOutlet(pool, emit, clock)
-        self.on_write: Callable[[str, Sequence[int]], None] = lambda attempt_id, page_ids: None
         self._tasks: dict[str, _Running] = {}
         self._finished: list[PrefillDone] = []
+        self.num_computed = Counter[str]()  # tokens, by attempt
 
     @property
     def has_work(self) -> bool:
@@ -189,6 +204,7 @@ class PaperPrefill:
         end = min(running.num_done + self._chunk, len(task.token_ids))
         for position in range(running.num_done, end):
             self._pool.put(task.page_ids, position, task.token_ids[position])
+        self.num_computed[task.attempt_id] += end - running.num_done
         running.num_done = end
         self._send(running)
         if end == len(task.token_ids):
@@ -200,15 +216,15 @@ class PaperPrefill:
         return PrefillDone(
             attempt_id=task.attempt_id,
             token_id=token,
-            finish_reason="length" if task.sampling.max_tokens == 1 else None,
+            finish_reason=_finish_reason(token, 1, task),
             num_cached_tokens=task.num_cached_tokens,
-            num_computed_tokens=len(task.token_ids) - task.num_cached_tokens,
+            num_computed_tokens=self.num_computed[task.attempt_id],
             queue_seconds=0.0,
             prefill_seconds=0.0,
         )
 
     def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
-        self._pool.write(arrays, page_ids, self.on_write)
+        self._pool.scatter(arrays, page_ids)
 
     def _send(self, running: _Running) -> None:
         task, size = running.task, self._pool.page_size
@@ -238,7 +254,6 @@ class PaperDecode:
         self._pool, self._num_slots = pool, num_slots
         self._rows: dict[str, _Row] = {}
         self._finished: list[DecodeDone] = []
-        self.on_write: Callable[[str, Sequence[int]], None] = lambda attempt_id, page_ids: None
 
     @property
     def has_work(self) -> bool:
@@ -268,9 +283,9 @@ class PaperDecode:
         running.row = replace(running.row, page_ids=(*running.row.page_ids, page_id))
 
     def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
-        self._pool.write(arrays, page_ids, self.on_write)
+        self._pool.scatter(arrays, page_ids)
 
-    def step(self, *, nobody_waits: bool = True) -> list[DecodeDone]:
+    def step(self, *, nobody_waits: bool = False) -> list[DecodeDone]:
         results, self._finished = self._finished, []
         for attempt_id in list(self._rows):
             self._finished.append(self._advance(self._rows[attempt_id]))
@@ -281,11 +296,7 @@ class PaperDecode:
         position = len(row.token_ids) + len(tokens) - 1
         self._pool.put(row.page_ids, position, tokens[-1])
         tokens.append(next_token(self._pool.read(row.page_ids, position + 1)))
-        reason: FinishReason | None = None
-        if len(tokens) == row.sampling.max_tokens:
-            reason = "length"
+        reason = _finish_reason(tokens[-1], len(tokens), row)
+        if reason is not None:
             del self._rows[row.attempt_id]
         return DecodeDone(row.attempt_id, (tokens[-1],), reason)
-
-    def rows(self) -> Iterator[str]:
-        return iter(self._rows)

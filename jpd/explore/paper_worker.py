@@ -87,10 +87,10 @@ class PaperWorker:
             retain_seconds=sizes.retain_seconds,
         )
         self._paper = paper = PaperPool(sizes.num_pages, sizes.page_size)
+        paper.on_write = self._check_owner
         decode = self._make_decode(paper, pool, transfer) if self._role != "prefill" else None
         sender = PieceSender(transfer)
         engine = PaperPrefill(paper, sizes.chunk, sender.send, self._clock)
-        engine.on_write = self._check_owner
         self._prefilling = prefill = PrefillAttempts(
             self._name,
             cast(Any, engine),
@@ -113,7 +113,6 @@ class PaperWorker:
 
     def _make_decode(self, paper: PaperPool, pool: PagePool, transfer: Any) -> DecodeAttempts:
         engine = PaperDecode(paper, self._sizes.num_slots)
-        engine.on_write = self._check_owner
         self._decoding = DecodeAttempts(
             self._name,
             cast(Any, engine),

@@ -1,4 +1,4 @@
-"""Fleets of real workers on fake engines, and the smallest router that can drive them."""
+"""Fleets of real workers on paper engines, and the smallest router that can drive them."""
 
 import asyncio
 import itertools
@@ -10,6 +10,7 @@ from typing import Any
 
 from jpd.cache.page_allocator import PageAllocator
 from jpd.cache.prefix_cache import PrefixCache
+from jpd.explore.paper_engines import PaperOutlet
 from jpd.request import SamplingParams
 from jpd.transfer.inprocess import InProcessTransfer
 from jpd.transfer.protocol import KVTransfer
@@ -20,7 +21,7 @@ from jpd.worker.page_pool import PagePool
 from jpd.worker.prefill_attempts import PieceSender, PrefillAttempts
 from jpd.worker.protocol import Attempt, PrefillResult, Role, WorkerStatus
 from jpd.worker.worker import Worker, WorkerParts
-from tests.worker.fakes import FakeDecodeEngine, FakeOutlet, FakePool, FakePrefillEngine
+from tests.worker.paper import DevicePool, WatchedDecode, WatchedPrefill
 
 _numbers = itertools.count()
 
@@ -46,14 +47,14 @@ def attempt_of(
 
 @dataclass
 class Member:
-    """One worker with its fakes within reach."""
+    """One worker with its paper engines within reach."""
 
     worker: Worker
     client: InProcessClient
-    kv: FakePool
+    kv: DevicePool
     pool: PagePool
-    prefill: FakePrefillEngine | None
-    decode: FakeDecodeEngine | None
+    prefill: WatchedPrefill | None
+    decode: WatchedDecode | None
 
     @property
     def status(self) -> WorkerStatus:
@@ -171,7 +172,7 @@ def start_fleet(
         others = {o for o, r in roles.items() if r != "prefill" and o != name}
         destinations = frozenset(others if role != "decode" else ())
         pages = num_pages if isinstance(num_pages, int) else num_pages[name]
-        kv = FakePool(pages + 1, page_size, index)
+        kv = DevicePool(pages + 1, page_size, index)
         allocator = PageAllocator(pages + 1)
         pool = PagePool(
             allocator,
@@ -202,7 +203,7 @@ def start_fleet(
 def _member(
     name: str,
     role: Role,
-    kv: FakePool,
+    kv: DevicePool,
     pool: PagePool,
     transfer: KVTransfer,
     chunk: int,
@@ -213,7 +214,7 @@ def _member(
     destinations: frozenset[str],
     peers: frozenset[str],
 ) -> Member:
-    decode_engine = None if role == "prefill" else FakeDecodeEngine(kv, slots)
+    decode_engine = None if role == "prefill" else WatchedDecode(kv, slots)
     decode = decode_engine and DecodeAttempts(
         name,
         decode_engine,
@@ -222,10 +223,10 @@ def _member(
         max_model_len=max_model_len,
         reserve_tokens=reserve_tokens,
         transfer_timeout_seconds=timeout_seconds,
-        outlet=FakeOutlet(kv, transfer.offer, peers),
+        outlet=PaperOutlet(kv, transfer.offer, time.monotonic, peers),
     )
     sender = PieceSender(transfer)
-    prefill_engine = FakePrefillEngine(kv, chunk, sender.send)
+    prefill_engine = WatchedPrefill(kv, chunk, sender.send, time.monotonic)
     prefill = PrefillAttempts(
         name,
         prefill_engine,

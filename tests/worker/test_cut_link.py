@@ -21,8 +21,8 @@ from jpd.worker.host_server import HostServer
 from jpd.worker.remote import RemoteClient
 from jpd.worker.service import HostParts, WorkerService
 from tests.support.tcp_link import TcpLink
-from tests.worker.fakes import reference
 from tests.worker.fleet import TestFleet, attempt_of, fleet
+from tests.worker.paper import reference
 from tests.worker.test_remote import FINGERPRINT, FakePlace
 
 HOSTS = {"127.0.0.2": "prefill-0", "127.0.0.3": "decode-0", "127.0.0.4": "decode-1"}

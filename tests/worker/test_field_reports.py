@@ -10,8 +10,8 @@ import pytest
 from jpd.errors import PreemptedError, RequestError, TransferError
 from jpd.transfer.faulty import Fault, FaultyTransfer
 from jpd.transfer.protocol import KVPiece
-from tests.worker.fakes import Gate, reference
 from tests.worker.fleet import TestFleet, attempt_of, fleet, is_at_rest
+from tests.worker.paper import Gate, reference
 
 
 def broken(*faults: Fault):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from tests.worker.fakes import Gate, reference
 from tests.worker.fleet import TestFleet, attempt_of, fleet
+from tests.worker.paper import Gate, reference
 
 
 async def stream_some(running: TestFleet, attempt, num_tokens: int) -> list[int]:

@@ -7,8 +7,8 @@ import pytest
 
 from jpd.errors import RequestError, WorkerError
 from jpd.worker.protocol import DecodeEvent, UnknownAttemptError
-from tests.worker.fakes import reference
 from tests.worker.fleet import attempt_of, fleet
+from tests.worker.paper import reference
 
 
 async def test_one_attempt_end_to_end() -> None:

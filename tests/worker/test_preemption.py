@@ -18,8 +18,8 @@ from jpd.request import Request, SamplingParams, Timeline
 from jpd.router.router import Router
 from jpd.worker.protocol import Attempt
 from jpd.worker.room import by_seniority, junior
-from tests.worker.fakes import reference
 from tests.worker.fleet import TestFleet, attempt_of, fleet
+from tests.worker.paper import reference
 
 PAGE = 4
 

@@ -17,8 +17,8 @@ from jpd.worker.protocol import Attempt, Reservation, UnknownAttemptError
 from jpd.worker.remote import RemoteClient
 from jpd.worker.service import HostParts, WorkerService
 from tests.support.tcp_link import TcpLink
-from tests.worker.fakes import reference
 from tests.worker.fleet import TestFleet, attempt_of, fleet
+from tests.worker.paper import reference
 
 OPEN = Security()
 FINGERPRINT = Fingerprint(1, "model", 997, "float32", "float32", 4, 128, 8)

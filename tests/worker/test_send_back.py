@@ -7,8 +7,8 @@ import pytest
 
 from jpd.transfer.faulty import Fault, FaultyTransfer, Stage
 from jpd.worker.protocol import Attempt
-from tests.worker.fakes import Gate, reference
 from tests.worker.fleet import TestFleet, attempt_of, fleet
+from tests.worker.paper import Gate, reference
 
 PAGE_SIZE, PAGE_BYTES = 4, 4 * 4
 FIRST = tuple(range(10))

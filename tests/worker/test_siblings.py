@@ -5,14 +5,15 @@ import time
 from typing import Any
 
 from jpd.config import RouterConfig
+from jpd.explore.paper_engines import VOCAB_SIZE
 from jpd.frontend.job import GenerateJob
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.service import TextService
 from jpd.metrics import Metrics
 from jpd.request import SamplingParams
 from jpd.router.router import Router
-from tests.worker.fakes import VOCAB, reference
 from tests.worker.fleet import TestFleet, attempt_of, fleet
+from tests.worker.paper import reference
 
 PAGE = 4
 N = 4
@@ -37,7 +38,7 @@ async def generate(running: TestFleet, prompt: tuple[int, ...], most_pages: list
         most_pages.append(decode.pool.num_held)
 
     decode.decode.before_step = before_step
-    service = TextService(router, ServedModel("paper", None, VOCAB, 128))
+    service = TextService(router, ServedModel("paper", None, VOCAB_SIZE, 128))
     sampling = SamplingParams(max_tokens=24, temperature=0.0, seed=0)
     try:
         return await service.collect(await service.prepare(GenerateJob((prompt,), sampling, n=N)))

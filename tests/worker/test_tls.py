@@ -13,8 +13,8 @@ from jpd.rpc.security import Security
 from jpd.worker.connection import HostConnection
 from jpd.worker.remote import RemoteClient
 from tests.support.host_certificates import make_certificates
-from tests.worker.fakes import reference
 from tests.worker.fleet import attempt_of, fleet
+from tests.worker.paper import reference
 from tests.worker.test_remote import FINGERPRINT, FakePlace, Remote, start_server
 
 

@@ -12,8 +12,8 @@ from jpd.errors import WorkerError, WorkerLostError
 from jpd.worker import worker as worker_module
 from jpd.worker.inbox import Call
 from jpd.worker.worker import Worker
-from tests.worker.fakes import Gate, reference
 from tests.worker.fleet import attempt_of, fleet, start_fleet
+from tests.worker.paper import Gate, reference
 
 
 def explode() -> None:
