@@ -161,6 +161,19 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1024:,.2f} KiB"
 
 
+def _layer_groups(plan: DeploymentPlan) -> list[str]:
+    """In how many calls a chunk is computed, and what that multiplies."""
+    groups = plan.buckets.layer_groups
+    if groups.is_whole:
+        return ["none"]
+    return [
+        f"{groups.num_groups} of {' + '.join(str(len(layers)) for layers in groups.ranges)} layers",
+        f"KV pieces x {groups.num_groups}",
+        f"executables of the model x {groups.num_kinds} and two more for each chunk",
+        f"executables that move pages x {groups.num_sizes}",
+    ]
+
+
 def _print_buckets(plan: DeploymentPlan, console: Console) -> None:
     buckets = plan.buckets
     layouts = [f"{layout.num_rows} x {layout.row_length:,}" for layout in buckets.prefill_layouts]
@@ -168,6 +181,7 @@ def _print_buckets(plan: DeploymentPlan, console: Console) -> None:
     lines = (
         ("prefill chunks, rows x tokens", layouts),
         ("page tables, tokens", widths),
+        ("layer groups of a chunk", _layer_groups(plan)),
         ("pages moved at once", [str(size) for size in buckets.page_moves]),
         ("decode steps in one call", [str(number) for number in buckets.decode_steps]),
         ("drafts verified in one step", [str(buckets.max_drafts or "none")]),

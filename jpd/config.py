@@ -99,6 +99,7 @@ class EngineConfig:
         int, ...
     ] = ()  # padded KV lengths; (): max_model_len, /4, /16, at least a chunk
     dtype: str = "auto"  # weights, activations; auto: float32 on cpu, bfloat16 elsewhere
+    layer_groups: int = 1  # calls of a prefill chunk; after each the pages of its layers leave
     max_speculative_tokens: int = 0  # drafts of a request that asks for them; 0: no executables
     max_steps_per_call: int | None = None  # while nobody waits; None: 1 on cpu, 4 elsewhere
     attention: AttentionChoice = "auto"  # see jpd.kernels.backends; auto: blocks

@@ -218,6 +218,7 @@ def _read_engine(table: Table, cache: CacheConfig) -> EngineConfig:
         attention=cast(
             AttentionChoice, table.choice("attention", default.attention, AttentionChoice)
         ),
+        layer_groups=table.integer("layer_groups", default.layer_groups, low=1),
         max_steps_per_call=table.integer(
             "max_steps_per_call", default.max_steps_per_call, low=1, high=64
         ),
@@ -276,6 +277,9 @@ def _check_fleet(root: Table, config: DeploymentConfig) -> None:
         if not any(worker.role in (role, "colocated") for worker in config.workers):
             rule = f"no worker can {verb}: add one with role {role} or colocated"
             root.problem("worker.role", sorted({w.role for w in config.workers}), rule)
+    if config.engine.layer_groups > 1 and len(config.workers) == 1:
+        rule = "must be 1 where no KV travels: there is only one worker"
+        root.problem("engine.layer_groups", config.engine.layer_groups, rule)
     for worker in config.workers:
         if worker.page_size and config.engine.prefill_chunk % worker.page_size:
             rule = f"must divide engine.prefill_chunk = {config.engine.prefill_chunk}"

@@ -40,6 +40,24 @@ def test_check_needs_no_backend(repo: Path, golden_llama3: Path) -> None:
     assert "Buckets to be compiled" in done.stdout
 
 
+def test_check_tells_what_layer_groups_multiply(
+    repo: Path, golden_llama3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three layers: two groups are one of two layers, and one of one."""
+    text = (repo / "mesh_configs" / "1p1d-tp1tp2-cpu.toml").read_text()
+    mesh = tmp_path / "mesh.toml"
+    for groups, status in ((2, 0), (4, 2)):
+        mesh.write_text(text.replace("[engine]\n", f"[engine]\nlayer_groups = {groups}\n"))
+        assert main(["check", "--model", str(golden_llama3), "--mesh", str(mesh)]) == status
+    printed = capsys.readouterr()
+    told = " ".join(printed.out.split())
+    assert "layer groups of a chunk: 2 of 2 + 1 layers, KV pieces x 2, " in told
+    assert "executables of the model x 2 and two more for each chunk, " in told
+    assert "executables that move pages x 2" in told
+    assert "engine.layer_groups" in printed.err
+    assert "must be between 1 and the model's 3 layers" in " ".join(printed.err.split())
+
+
 def test_check_of_a_big_model_on_machines_that_are_not_here(
     repo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,17 @@ def test_steps_per_call_follow_the_platform_unless_named(
     assert load(tmp_path, named).engine.max_steps_per_call == 3
 
 
+def test_layer_groups_are_read_and_refused_where_no_kv_travels(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD).engine.layer_groups == 1
+    assert load(tmp_path, GOOD + "[engine]\nlayer_groups = 4\n").engine.layer_groups == 4
+    problem = only_problem(tmp_path, GOOD + "[engine]\nlayer_groups = 0\n")
+    assert (problem.key, problem.value) == ("engine.layer_groups", 0)
+    alone = HOST + DECODE.replace('"decode"', '"colocated"') + "[engine]\nlayer_groups = 2\n"
+    problem = only_problem(tmp_path, alone)
+    assert (problem.key, problem.value) == ("engine.layer_groups", 2)
+    assert "where no KV travels: there is only one worker" in problem.rule
+
+
 def test_hosts_of_two_platforms_must_name_dtypes(tmp_path: Path) -> None:
     text = GOOD + HOST.replace('"a"', '"b"').replace('"cpu"', '"gpu"')
     assert {problem.key for problem in problems(tmp_path, text)} == {"engine.dtype", "cache.dtype"}

@@ -129,8 +129,8 @@ class OverlapRig:
             piece = self._arrived.get()
             if piece.error is not None:
                 raise piece.error
-            places = self.page_ids[piece.page_start : piece.page_start + piece.num_pages]
-            self._moves.scatter(self._target, piece.arrays, places)
+            places = self.page_ids[piece.pages.start : piece.pages.stop]
+            self._moves.scatter(self._target, piece.arrays, places, piece.layers)
             is_last = piece.is_last
         jax.block_until_ready(self._target.layers)
         return time.perf_counter()

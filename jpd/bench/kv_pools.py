@@ -66,6 +66,8 @@ class Pool:
             offer(
                 KVPiece(
                     attempt_id="bench",
+                    layer_start=0,
+                    num_layers=NUM_LAYERS,
                     destination=destination,
                     page_start=start,
                     num_pages=PIECE_PAGES,

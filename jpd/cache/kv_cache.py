@@ -44,6 +44,10 @@ class KVSpec:
         return self.num_layers * self.num_cached_heads * self.kv_width * itemsize
 
     @property
+    def all_layers(self) -> range:
+        return range(self.num_layers)
+
+    @property
     def page_bytes(self) -> int:
         return self.token_bytes * self.page_size
 
@@ -69,6 +73,14 @@ class KVCache:
         shardings = (self.sharding,) * self.spec.num_layers
         layers: tuple[jax.Array, ...] = jax.jit(zeros, out_shardings=shardings)()
         return layers
+
+    def part(self, layers: range) -> tuple[jax.Array, ...]:
+        """The pages of some layers."""
+        return self.layers[layers.start : layers.stop]
+
+    def replace(self, layers: range, pages: tuple[jax.Array, ...]) -> None:
+        """Put back the pages of some layers."""
+        self.layers = (*self.layers[: layers.start], *pages, *self.layers[layers.stop :])
 
     @property
     def num_bytes(self) -> int:

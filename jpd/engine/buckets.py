@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from jpd.config import CacheConfig, EngineConfig
 from jpd.errors import ConfigError, Problem
+from jpd.nn.config import LayerConfig
+from jpd.nn.layer_groups import LayerGroups, layer_groups
 
-MAX_EXECUTABLES = 64
+MAX_EXECUTABLES = 96
 """Start refuses more: each takes seconds to compile, and padding gains little beyond a few."""
 
 MIN_PREFILL_BUCKET = 16
@@ -78,13 +80,21 @@ class ShapeBuckets:
     page_moves: tuple[int, ...]  # pages gathered or scattered in one call
     decode_steps: tuple[int, ...] = (1,)  # steps of a decode call
     max_drafts: int = 0  # tokens that a step verifies beside its own; 0: nobody speculates
+    layer_groups: LayerGroups = LayerGroups()  # of a prefill chunk, which are calls of their own
 
     @classmethod
     def from_config(
-        cls, engine: EngineConfig, cache: CacheConfig, max_model_len: int
+        cls,
+        engine: EngineConfig,
+        cache: CacheConfig,
+        max_model_len: int,
+        layers: Sequence[LayerConfig] = (),
     ) -> "ShapeBuckets":
-        """The buckets of a deployment. Raises ConfigError when they do not fit or are too many."""
-        problems = _check(engine, cache, max_model_len)
+        """The buckets of a deployment. Raises ConfigError when they do not fit or are too many.
+
+        `layers` are the model's; they matter where chunks are run in groups of them.
+        """
+        problems = _check(engine, cache, max_model_len, len(layers))
         if problems:
             raise ConfigError(problems)
         page = cache.page_size
@@ -103,6 +113,11 @@ class ShapeBuckets:
             page_moves=tuple(sorted(moves)),
             decode_steps=tuple(sorted({1, engine.max_steps_per_call or 1})),
             max_drafts=engine.max_speculative_tokens,
+            layer_groups=(
+                LayerGroups()
+                if engine.layer_groups == 1
+                else layer_groups(layers, engine.layer_groups)
+            ),
         )
         buckets._check_count()
         return buckets
@@ -140,17 +155,27 @@ class ShapeBuckets:
 
     @property
     def num_prefill_executables(self) -> int:
-        """The model, the choice of first tokens, log-probabilities of prompts, pages that leave."""
-        layouts = self.prefill_layouts
+        """The model, the choice of first tokens, log-probabilities of prompts, pages that leave.
+
+        In layer groups the model is each kind of group, the embedding and the logits.
+        """
+        layouts, groups = self.prefill_layouts, self.layer_groups
         num_choices = len({layout.num_rows for layout in layouts})
-        return len(self.prefill_shapes) + num_choices + len(layouts) + len(self.page_moves)
+        num_models = len(self.prefill_shapes) * groups.num_kinds
+        num_models += 0 if groups.is_whole else 2 * len(layouts)
+        return num_models + num_choices + len(layouts) + self._num_page_moves
 
     @property
     def num_decode_executables(self) -> int:
         """At most: steps, choices, insert, remove, new pages of rows, and the pages that arrive."""
         num_kinds = len(self.decode_steps) + (self.max_drafts > 0)
         num_steps = len(SHRINKS) * len(self.context_widths) * num_kinds
-        return num_steps + len(SHRINKS) + 3 + len(self.page_moves)
+        return num_steps + len(SHRINKS) + 3 + self._num_page_moves
+
+    @property
+    def _num_page_moves(self) -> int:
+        """Each number of pages, with each number of layers."""
+        return len(self.page_moves) * self.layer_groups.num_sizes
 
     @property
     def max_decode_steps(self) -> int:
@@ -178,9 +203,14 @@ class ShapeBuckets:
     def _check_count(self) -> None:
         count = self.num_prefill_executables + self.num_decode_executables
         if count > MAX_EXECUTABLES:
+            key = "engine.prefill_buckets x context_buckets"
             shown = f"{self.prefill_lengths} x {self.context_widths}"
             rule = f"{count} executables to compile, at most {MAX_EXECUTABLES}: use fewer buckets"
-            raise ConfigError([_problem("engine.prefill_buckets x context_buckets", shown, rule)])
+            if not self.layer_groups.is_whole:
+                key += " x kinds of layer_groups"
+                shown += f" x {self.layer_groups.num_kinds}"
+                rule += " or other layer_groups"
+            raise ConfigError([_problem(key, shown, rule)])
 
 
 def decode_rows(num_slots: int) -> tuple[int, ...]:
@@ -192,8 +222,13 @@ def _problem(key: str, value: object, rule: str) -> Problem:
     return Problem("mesh file", key, value, rule)
 
 
-def _check(engine: EngineConfig, cache: CacheConfig, max_model_len: int) -> list[Problem]:
+def _check(
+    engine: EngineConfig, cache: CacheConfig, max_model_len: int, num_layers: int
+) -> list[Problem]:
     problems = []
+    if engine.layer_groups != 1 and not 1 <= engine.layer_groups <= num_layers:
+        rule = f"must be between 1 and the model's {num_layers} layers"
+        problems.append(_problem("engine.layer_groups", engine.layer_groups, rule))
     if engine.prefill_chunk % cache.page_size:
         rule = f"must be a multiple of cache.page_size = {cache.page_size}"
         problems.append(_problem("engine.prefill_chunk", engine.prefill_chunk, rule))

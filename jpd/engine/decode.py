@@ -89,6 +89,11 @@ class DecodeEngine:
         return max(self._buckets.max_decode_steps, 1 + self._buckets.max_drafts)
 
     @property
+    def num_layers(self) -> int:
+        """Whose KV a page holds."""
+        return self._cache.spec.num_layers
+
+    @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
@@ -110,9 +115,11 @@ class DecodeEngine:
         self._functions.moves.warm_up_scatter(self._cache, self._wires)
         jax.block_until_ready(self._cache.layers)
 
-    def write_pages(self, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:
-        """Put staging arrays that have arrived into these pages of the pool, in order."""
-        self._functions.moves.scatter(self._cache, arrays, page_ids)
+    def write_pages(
+        self, arrays: Sequence[jax.Array], page_ids: Sequence[int], layers: range
+    ) -> None:
+        """Put staging arrays that have arrived into these layers of these pages, in order."""
+        self._functions.moves.scatter(self._cache, arrays, page_ids, layers)
 
     def insert(self, row: DecodeRow) -> None:
         """Take a free slot for a row; it joins the next step. Its pages stay the caller's."""

@@ -12,7 +12,7 @@ from jpd.engine.decode_state import DecodeState
 from jpd.engine.logprobs import LogprobArrays, prompt_logprobs
 from jpd.engine.prefill_chunk import ChunkEnds, PrefillChunk
 from jpd.nn.decoder import Decoder, PagedBatch
-from jpd.nn.params import DecoderDef, rebuild
+from jpd.nn.params import DecoderDef, GroupDef, rebuild, rebuild_group
 
 Leaves = tuple[jax.Array, ...]
 Layers = tuple[jax.Array, ...]
@@ -28,16 +28,51 @@ def forward_chunk(
     """
     decoder = rebuild(definition, leaves)
     hidden, layers = _run_chunk(decoder, layers, chunk, ends)
+    return layers, hidden, _last_logits(decoder, hidden, chunk.num_valid, ends.is_last)
 
+
+def embed_chunk(definition: DecoderDef, leaves: Leaves, tokens: jax.Array) -> jax.Array:
+    """Of `forward_chunk` what stands before the layers: hidden states [R, T, D]."""
+    return rebuild(definition, leaves).embedded(tokens)
+
+
+def forward_group(
+    definition: GroupDef,
+    leaves: Leaves,
+    layers: Layers,
+    hidden: jax.Array,
+    chunk: PrefillChunk,
+    last_position: jax.Array,
+) -> tuple[Layers, jax.Array]:
+    """Of `forward_chunk` the layers of one group, with their own weights and pages."""
+    positions, batch = _placed(chunk, last_position)
+    hidden, layers = rebuild_group(definition, leaves)(hidden, positions, layers, batch)
+    return layers, hidden
+
+
+def finish_chunk(
+    definition: DecoderDef,
+    leaves: Leaves,
+    hidden: jax.Array,
+    num_valid: jax.Array,
+    is_last: jax.Array,
+) -> jax.Array:
+    """Of `forward_chunk` what stands behind the layers: float32 logits [R, V]."""
+    return _last_logits(rebuild(definition, leaves), hidden, num_valid, is_last)
+
+
+def _last_logits(
+    decoder: Decoder, hidden: jax.Array, num_valid: jax.Array, is_last: jax.Array
+) -> jax.Array:
     def last_logits() -> jax.Array:
-        places = jnp.maximum(chunk.num_valid - 1, 0)[:, None, None]
+        places = jnp.maximum(num_valid - 1, 0)[:, None, None]
         return decoder.logits(jnp.take_along_axis(hidden, places, axis=1)[:, 0])
 
     shape = (hidden.shape[0], decoder.config.vocab_size)
     logits: jax.Array = jax.lax.cond(
-        jnp.any(ends.is_last), last_logits, lambda: jnp.zeros(shape, jnp.float32)
+        jnp.any(is_last), last_logits, lambda: jnp.zeros(shape, jnp.float32)
     )
-    return layers, hidden, logits
+    return logits
 
 
 def chunk_logprobs(
@@ -68,14 +103,20 @@ def chunk_logits(
 def _run_chunk(
     decoder: Decoder, layers: Layers, chunk: PrefillChunk, ends: ChunkEnds
 ) -> tuple[jax.Array, Layers]:
+    positions, batch = _placed(chunk, ends.last_position)
+    return decoder(chunk.tokens, positions, layers, batch)
+
+
+def _placed(chunk: PrefillChunk, last_position: jax.Array) -> tuple[jax.Array, PagedBatch]:
+    """Positions [R, T] of a chunk's tokens, and where they stand."""
     offsets = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)[None]
     batch = PagedBatch(
         page_table=chunk.page_table,
         kv_lengths=chunk.start + chunk.num_valid,
         valid=offsets < chunk.num_valid[:, None],
-        rope_lengths=ends.last_position + 1,
+        rope_lengths=last_position + 1,
     )
-    return decoder(chunk.tokens, chunk.start[:, None] + offsets, layers, batch)
+    return chunk.start[:, None] + offsets, batch
 
 
 def forward_rows(

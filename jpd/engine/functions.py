@@ -28,6 +28,7 @@ from jpd.engine.forward import (
     forward_chunk,
     forward_step,
 )
+from jpd.engine.grouped_chunk import AfterGroup, GroupedChunk
 from jpd.engine.logprobs import LogprobArrays
 from jpd.engine.page_moves import PageMoves
 from jpd.engine.prefill_chunk import (
@@ -68,12 +69,26 @@ class ModelFunctions:
         backend = AttentionBackend.on(attention, mesh)
         params = abstract_params(config, dtype, backend, is_split=mesh.size > 1)
         self._definition = params.graphdef
+        groups = buckets.layer_groups
         self.param_shardings: tuple[NamedSharding, ...] = tuple(
             sharding_for(mesh, param.axes, param.shape) for param in params.specs
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._pool = (sharding_for(mesh, POOL_AXES, spec.layer_shape),) * spec.num_layers
         self._logits = sharding_for(mesh, (None, "vocab"), (1, config.vocab_size))
+        self._grouped = None
+        if not groups.is_whole:
+            self._grouped = GroupedChunk(
+                config,
+                dtype,
+                backend,
+                groups,
+                params,
+                self.param_shardings,
+                self._pool[0],
+                self._logits,
+                mesh,
+            )
         self._jit_prefill()
         self._jit_decode()
         self._put_defaults()
@@ -170,22 +185,29 @@ class ModelFunctions:
         masks: TokenMasks | None = None,
         *,
         wants_prompt_logprobs: bool = False,
+        after_group: AfterGroup = lambda number, layers: None,
     ) -> tuple[Layers, StepResults, LogprobArrays | None]:
         """Compute one chunk. `masks` None: no row is guided. Donates layers.
 
-        The last result is of the prompt's own tokens [R, T], if it is wanted.
+        The last result is of the prompt's own tokens [R, T], if it is wanted. `after_group` is
+        called as soon as a layer group is dispatched; for the last one, or all layers in one call,
+        behind the choice of tokens: that waits for no gather.
         """
         num_rows = chunk.start.shape[0]
         if ends.history is not self._no_history[num_rows]:  # to be placed like it
             history = jax.device_put(ends.history, self._replicated)
             ends = dataclasses.replace(ends, history=history)
-        layers, hidden, logits = self._forward_chunk(leaves, layers, chunk, ends)
+        if self._grouped is None:
+            layers, hidden, logits = self._forward_chunk(leaves, layers, chunk, ends)
+        else:
+            layers, hidden, logits = self._grouped.run(leaves, layers, chunk, ends, after_group)
         results = self._choose_first(ends, logits, self._masks(masks, num_rows))
         of_prompt = None
         if wants_prompt_logprobs:
             of_prompt = self._chunk_logprobs(
                 leaves, hidden, chunk.tokens, chunk.num_valid, chunk.next_token
             )
+        after_group(self.buckets.layer_groups.num_groups - 1, layers)
         return layers, results, of_prompt
 
     def no_history(self, num_rows: int) -> jax.Array:
@@ -220,9 +242,15 @@ class ModelFunctions:
         done: set[object] = set()
         for shape in self.buckets.prefill_shapes:
             chunk, ends = empty_chunk(shape, self._no_history[shape.num_rows])
-            lowered = self._forward_chunk.lower(leaves, layers, chunk, ends)
-            yield lowered
-            _, hidden, logits = lowered.out_info
+            if self._grouped is None:
+                lowered = self._forward_chunk.lower(leaves, layers, chunk, ends)
+                yield lowered
+                _, hidden, logits = lowered.out_info
+            else:
+                is_new = shape[:2] not in done
+                hidden, logits = yield from self._grouped.lower(
+                    leaves, layers, chunk, ends, is_new_layout=is_new
+                )
             if shape.num_rows not in done:
                 masks = self._open_masks[shape.num_rows]
                 yield self._choose_first.lower(ends, logits, masks)

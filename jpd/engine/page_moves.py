@@ -1,13 +1,14 @@
 """Pages out of a KV pool into staging arrays, and back into another pool.
 
-Staging arrays have the form that their wire says (see jpd.transfer.wire): regrouped to the
-destination's page size, split as they travel, padded to a bucket, quantised if asked for. A gather
-is queued before anything that writes the pool later, so the pages may be given back as soon as it
-is dispatched. Knows no attempts and no transport. Called on the worker's thread.
+Staging arrays are of some layers, in the form that their wire says (see jpd.transfer.wire):
+regrouped to the destination's page size, split as they travel, padded to a bucket, quantised if
+asked for. A gather is queued before anything that writes the pool later, so the pages may be given
+back as soon as it is dispatched. Knows no attempts and no transport. Called on the worker's thread.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,8 @@ class PageMoves:
         self._spec, self._mesh = spec, mesh
         self._parts = spec.kv_parts or (spec.kv_width,)
         self._replicated = NamedSharding(mesh, jax.sharding.PartitionSpec())
-        self._pool = (sharding_for(mesh, POOL_AXES, spec.layer_shape),) * spec.num_layers
-        self._gathers: dict[Wire, jax.stages.Wrapped] = {}
+        self._pool = sharding_for(mesh, POOL_AXES, spec.layer_shape)
+        self._gathers: dict[tuple[Wire, int], jax.stages.Wrapped] = {}
         self._scatter = jax.jit(
             self._scatter_pages,
             in_shardings=(self._pool, None, self._replicated),
@@ -48,43 +49,61 @@ class PageMoves:
         wire: Wire,
         start: int = 0,
         num_pages: int | None = None,
+        layers: range | None = None,
     ) -> Arrays:
         """Copy pages `start` to `start + num_pages` of a sequence to staging arrays.
 
         `page_ids` are the sequence's in this pool; start and num_pages count pages of the wire.
+        `layers` None: all.
         """
+        pages = cache.layers if layers is None else cache.part(layers)
         if num_pages is None:
             num_pages = len(page_ids) * self._spec.page_size // wire.page_size
-        if wire not in self._gathers:
-            self._gathers[wire] = self._make_gather(wire)
-        arrays: Arrays = self._gathers[wire](
-            cache.layers, self._units(page_ids, wire, start, num_pages)
-        )
+        key = (wire, len(pages))
+        if key not in self._gathers:
+            self._gathers[key] = self._make_gather(*key)
+        arrays: Arrays = self._gathers[key](pages, self._units(page_ids, wire, start, num_pages))
         return arrays
 
-    def scatter(self, cache: KVCache, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:
-        """Write arrays of an uncut wire into these pages. Donates `cache.layers`, replaces it."""
+    def scatter(
+        self,
+        cache: KVCache,
+        arrays: Sequence[jax.Array],
+        page_ids: Sequence[int],
+        layers: range | None = None,
+    ) -> None:
+        """Write arrays of an uncut wire into these pages of these layers; None: of all.
+
+        Donates that part of `cache.layers`, and replaces it.
+        """
+        layers = cache.spec.all_layers if layers is None else layers
         padded = np.full(arrays[0].shape[0], BIN_PAGE, np.int32)
         padded[: len(page_ids)] = page_ids
-        cache.layers = self._scatter(cache.layers, tuple(arrays), padded)
+        cache.replace(layers, self._scatter(cache.part(layers), tuple(arrays), padded))
 
     def warm_up_gather(self, cache: KVCache, wires: Iterable[Wire]) -> None:
         """Compile the gathers of every bucket for these wires."""
         for wire in dict.fromkeys(wires):
-            for size in wire.move_sizes:
-                self.gather(cache, (), wire, 0, size)
+            for layers, size in self._kinds_of_pieces(wire):
+                self.gather(cache, (), wire, 0, size, layers)
 
     def warm_up_scatter(self, cache: KVCache, wires: Iterable[Wire]) -> None:
         """Compile what these wires need on arrival, all buckets; writes the bin page only."""
         for wire in dict.fromkeys(wire.uncut for wire in wires):
-            for size in wire.move_sizes:
-                arrays = self.gather(cache, (), wire, 0, size)
+            for layers, size in self._kinds_of_pieces(wire):
+                arrays = self.gather(cache, (), wire, 0, size, layers)
                 if wire.has_checksum:
                     runs = summed(arrays)
                     for data, sums in runs:
                         parts_agree(data, sums)
                     arrays = tuple(array for data, _ in runs for array in data)
-                self.scatter(cache, arrays, (BIN_PAGE,) * size)
+                self.scatter(cache, arrays, (BIN_PAGE,) * size, layers)
+
+    def _kinds_of_pieces(self, wire: Wire) -> Iterator[tuple[range, int]]:
+        """Layers and pages of a piece of each shape; ranges of as many layers are of one."""
+        ranges = wire.layer_ranges(self._spec.num_layers)
+        first_of_size = {len(layers): layers for layers in reversed(ranges)}
+        return itertools.product(first_of_size.values(), wire.move_sizes)
 
     def wire_sharding(self, partitions: int, num_heads: int | None = None) -> NamedSharding:
         """Of staging arrays on this mesh; `num_heads` are those of a slice."""
@@ -105,9 +124,9 @@ class PageMoves:
         units[: len(wanted)] = pages * per_page + wanted % per_page
         return units
 
-    def _make_gather(self, wire: Wire) -> jax.stages.Wrapped:
+    def _make_gather(self, wire: Wire, num_layers: int) -> jax.stages.Wrapped:
         heads = self._spec.num_cached_heads // wire.slices
-        num_arrays = self._spec.num_layers * wire.arrays_per_layer
+        num_arrays = num_layers * wire.arrays_per_layer
         one = (self.wire_sharding(wire.partitions, heads),) * num_arrays
         sums = (self.wire_sharding(wire.partitions, wire.partitions),) * wire.has_checksum
 

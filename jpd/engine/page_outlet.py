@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from jpd.cache.kv_cache import KVCache
-from jpd.engine.page_moves import PageMoves
+from jpd.engine.page_moves import Arrays, PageMoves
 from jpd.transfer.protocol import KVPiece
 from jpd.transfer.wire import Wire
 
@@ -26,6 +26,13 @@ class PageOutlet:
         """`wires`: for each destination, how KV travels to it."""
         self._moves, self._cache, self._emit = moves, cache, emit
         self._wires = dict(wires)
+
+    def check_groups(self, num_groups: int) -> None:
+        """Raises ValueError unless every wire is cut in as many layer groups as are computed."""
+        for name, wire in self._wires.items():
+            if wire.layer_groups != num_groups:
+                cut = f"{wire.layer_groups} layer groups on the wire to {name}"
+                raise ValueError(f"{cut}, {num_groups} are computed")
 
     def warm_up(self) -> None:
         """Compile the gathers of every destination and bucket."""
@@ -51,28 +58,49 @@ class PageOutlet:
         end: int,
         *,
         is_end: bool,
+        group: int | None = None,
     ) -> None:
         """Gather and emit the sequence's pages from `start` to `end`, counted as on the wire.
 
         `page_ids` are the sequence's in this pool. `is_end`: the last piece is the attempt's last.
+        `group`: only these layers, by their group's number on the wire; None: all, group by group.
         """
         wire = self._wires[destination]
-        for num_pages in wire.split(max(0, end - start)):
-            piece = KVPiece(
-                attempt_id=attempt_id,
-                destination=destination,
-                page_start=start,
-                num_pages=num_pages,
-                arrays=self._moves.gather(self._cache, page_ids, wire, start, num_pages),
-                wire=wire,
-                num_bytes=wire.num_bytes(num_pages),
-                is_last=is_end and start + num_pages == end,
-                offered_time=time.monotonic(),
-            )
-            self._emit(piece)
-            start += num_pages
+        ranges = wire.layer_ranges(self._cache.spec.num_layers)
+        for layers in ranges if group is None else ranges[group : group + 1]:
+            first = start
+            for num_pages in wire.split(max(0, end - start)):
+                arrays = self._moves.gather(self._cache, page_ids, wire, first, num_pages, layers)
+                is_last = is_end and layers == ranges[-1] and first + num_pages == end
+                pages = range(first, first + num_pages)
+                self._emit(self._piece(attempt_id, destination, layers, pages, arrays, is_last))
+                first += num_pages
 
     def refuse(self, attempt_id: str, destination: str, start: int) -> None:
         """Tell the destination that the pages from `start` on, which it asked for, are not here."""
-        wire = self._wires[destination]
-        self._emit(KVPiece(attempt_id, destination, start, 0, (), wire, 0, True, time.monotonic()))
+        layers, nothing = self._cache.spec.all_layers, range(start, start)
+        self._emit(self._piece(attempt_id, destination, layers, nothing, (), is_last=True))
+
+    def _piece(
+        self,
+        attempt_id: str,
+        destination: str,
+        layers: range,
+        pages: range,
+        arrays: Arrays,
+        is_last: bool,
+    ) -> KVPiece:
+        wire, spec = self._wires[destination], self._cache.spec
+        return KVPiece(
+            attempt_id=attempt_id,
+            layer_start=layers.start,
+            num_layers=len(layers),
+            page_start=pages.start,
+            num_pages=len(pages),
+            destination=destination,
+            arrays=arrays,
+            wire=wire,
+            num_bytes=wire.num_bytes(len(pages)) * len(layers) // spec.num_layers,
+            is_last=is_last,
+            offered_time=time.monotonic(),
+        )

@@ -16,7 +16,7 @@ import numpy as np
 from jpd.cache.kv_cache import KVCache
 from jpd.engine.buckets import ChunkLayout, ChunkShape
 from jpd.engine.compile_all import compile_all
-from jpd.engine.forward import Leaves
+from jpd.engine.forward import Layers, Leaves
 from jpd.engine.functions import ModelFunctions
 from jpd.engine.logprobs import LogprobArrays, read_logprobs
 from jpd.engine.packing import pack
@@ -150,7 +150,9 @@ class PrefillEngine:
         """`wires`: for each destination, how KV travels to it; `wires_back`: how it may return."""
         self._functions, self._cache, self._leaves = functions, cache, leaves
         self._buckets = functions.buckets
+        self._num_groups = functions.buckets.layer_groups.num_groups
         self._outlet = PageOutlet(functions.moves, cache, emit, wires or {})
+        self._outlet.check_groups(self._num_groups)
         self._wires_back = tuple(wires_back)
         self._scheduler = PrefillScheduler()
         self._tasks: dict[str, _Running] = {}  # until its token is read
@@ -160,6 +162,11 @@ class PrefillEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._tasks or self._in_flight)
+
+    @property
+    def num_layers(self) -> int:
+        """Whose KV a page holds."""
+        return self._cache.spec.num_layers
 
     @property
     def num_tasks(self) -> int:
@@ -205,9 +212,11 @@ class PrefillEngine:
         """KV for this new destination travels as that for the other one: nothing is compiled."""
         self._outlet.learn_destination(name, like)
 
-    def write_pages(self, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:
-        """Put staging arrays that have arrived into these pages of the pool, in order."""
-        self._functions.moves.scatter(self._cache, arrays, page_ids)
+    def write_pages(
+        self, arrays: Sequence[jax.Array], page_ids: Sequence[int], layers: range
+    ) -> None:
+        """Put staging arrays that have arrived into these layers of these pages, in order."""
+        self._functions.moves.scatter(self._cache, arrays, page_ids, layers)
 
     def add(self, task: PrefillTask) -> None:
         """Queue a prompt. Its pages are the caller's, to be held until it is done or removed."""
@@ -278,6 +287,13 @@ class PrefillEngine:
             if part.running.first_dispatch_time is None:
                 part.running.first_dispatch_time = now
                 self._send(part.running)  # cached pages that the destination lacks need not wait
+            part.running.num_done += part.num_tokens
+
+        def send_group(number: int, layers: Layers) -> None:
+            self._cache.layers = layers
+            for part in batch.parts:
+                self._send(part.running, number)
+
         self._cache.layers, results, of_prompts = self._functions.prefill(
             self._leaves,
             self._cache.layers,
@@ -285,16 +301,15 @@ class PrefillEngine:
             ends,
             self._masks(batch),
             wants_prompt_logprobs=batch.wants_prompt_logprobs,
+            after_group=send_group,
         )
         if not batch.wants_logprobs:
             results = results.without_logprobs()
         results.copy_to_host_async()
         self._in_flight.append(_InFlight(batch, results, of_prompts, now))
         for part in batch.parts:
-            part.running.num_done += part.num_tokens
             if part.is_last:
                 self._scheduler.remove(part.running.task.attempt_id)
-            self._send(part.running)
 
     def _masks(self, batch: _Batch) -> TokenMasks | None:
         """Of the rows whose first tokens are guided. None: there is none."""
@@ -304,8 +319,11 @@ class PrefillEngine:
             return None
         return make_masks(batch.layout.num_rows, self._functions.vocab_size, by_row)
 
-    def _send(self, running: _Running) -> None:
-        """Gather and emit the complete pages that the destination lacks."""
+    def _send(self, running: _Running, group: int | None = None) -> None:
+        """Gather and emit the complete pages that the destination lacks, of a group of layers.
+
+        None: of all of them. The pages count as sent with their last group.
+        """
         task = running.task
         if task.destination is None:
             return
@@ -313,9 +331,10 @@ class PrefillEngine:
         start = running.num_sent_tokens // page_size
         end = -(-running.num_done // page_size) if is_end else running.num_done // page_size
         self._outlet.send(
-            task.attempt_id, task.destination, task.page_ids, start, end, is_end=is_end
+            task.attempt_id, task.destination, task.page_ids, start, end, is_end=is_end, group=group
         )
-        running.num_sent_tokens = max(start, end) * page_size
+        if group in (None, self._num_groups - 1):
+            running.num_sent_tokens = max(start, end) * page_size
 
     def _commit(self, num_unread: int) -> list[PrefillDone]:
         """Read results until `num_unread` chunks are left; those of removed tasks are dropped."""

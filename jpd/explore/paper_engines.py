@@ -1,8 +1,8 @@
 """Engines on paper: a page holds the token ids of its positions; the next token is made of them.
 
-So a page that is lost, late or another attempt's gives other tokens than `reference`, which needs
-no pages. Results come one step behind, as from the real engines. Stand in for `jpd.engine` in the
-explorer, and in tests of workers, whose pool puts its pages on devices.
+Each layer of a page holds them: one that is lost, late or another attempt's gives other tokens than
+`reference`, which needs no pages. Results come one step behind, as from the real engines. Stand in
+for `jpd.engine` in the explorer, and in tests of workers, whose pool puts its pages on devices.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from jpd.transfer.protocol import KVPiece
 from jpd.transfer.wire import Wire
 
 VOCAB_SIZE = 251
+NUM_LAYERS = 2
 UNWRITTEN = -1
 
 Page = tuple[int, ...]
@@ -53,10 +54,10 @@ def _finish_reason(
 
 @dataclass(frozen=True, slots=True)
 class PaperPages:
-    """Copied pages of an attempt, as staging arrays would hold them."""
+    """Copied pages of an attempt, layer by layer, as staging arrays would hold them."""
 
     attempt_id: str
-    pages: tuple[Page, ...]
+    layers: tuple[tuple[Page, ...], ...]
 
 
 class PaperPool:
@@ -67,28 +68,39 @@ class PaperPool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self.wire = Wire(1, page_size, (1,), token_bytes=1, dtype="int32")
-        self.pages = [[UNWRITTEN] * page_size for _ in range(num_pages)]
+        self.wire = Wire(1, page_size, (1,), token_bytes=NUM_LAYERS, dtype="int32")
+        self.layers = [
+            [[UNWRITTEN] * page_size for _ in range(num_pages)] for _ in range(NUM_LAYERS)
+        ]
         self.on_write: Callable[[str, Sequence[int]], None] = lambda attempt_id, page_ids: None
 
     def put(self, page_ids: Sequence[int], position: int, token: int) -> None:
-        self.pages[page_ids[position // self.page_size]][position % self.page_size] = token
+        place, offset = page_ids[position // self.page_size], position % self.page_size
+        for pages in self.layers:
+            pages[place][offset] = token
 
     def read(self, page_ids: Sequence[int], num_tokens: int) -> list[int]:
-        tokens = itertools.chain.from_iterable(self.pages[page] for page in page_ids)
-        return list(itertools.islice(tokens, num_tokens))
+        """Tokens by position; UNWRITTEN where the layers do not agree."""
+        one, other = (
+            itertools.chain.from_iterable(pages[page] for page in page_ids) for pages in self.layers
+        )
+        both = itertools.islice(zip(one, other, strict=True), num_tokens)
+        return [a if a == b else UNWRITTEN for a, b in both]
 
-    def gather(self, attempt_id: str, page_ids: Sequence[int]) -> tuple[Any, ...]:
-        """The arrays of a piece: a copy of these pages."""
-        return (PaperPages(attempt_id, tuple(tuple(self.pages[page]) for page in page_ids)),)
+    def gather(self, attempt_id: str, page_ids: Sequence[int], layers: range) -> tuple[Any, ...]:
+        """The arrays of a piece: a copy of these layers of these pages."""
+        found = (self.layers[layer] for layer in layers)
+        copied = tuple(tuple(tuple(pages[page]) for page in page_ids) for pages in found)
+        return (PaperPages(attempt_id, copied),)
 
-    def scatter(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
+    def scatter(self, arrays: Sequence[Any], page_ids: Sequence[int], layers: range) -> None:
         """Put what arrived for an attempt into these pages, after telling whose and where."""
         (copied,) = arrays
         assert isinstance(copied, PaperPages)
         self.on_write(copied.attempt_id, page_ids)
-        for page_id, page in zip(page_ids, copied.pages, strict=True):
-            self.pages[page_id][:] = page
+        for layer, pages in zip(layers, copied.layers, strict=True):
+            for page_id, page in zip(page_ids, pages, strict=True):
+                self.layers[layer][page_id][:] = page
 
 
 @dataclass(slots=True)
@@ -99,7 +111,7 @@ class _Running:
 
 
 class PaperOutlet:
-    """Emits pages of one pool as its wire cuts them."""
+    """Emits pages of one pool as its wire cuts them, layer group by layer group."""
 
     def __init__(
         self,
@@ -107,9 +119,12 @@ class PaperOutlet:
         emit: Callable[[KVPiece], None],
         clock: Callable[[], float],
         destinations: Collection[str] = (),
+        *,
+        layer_groups: int = 1,
     ) -> None:
         self._pool, self._emit, self._clock = pool, emit, clock
         self._destinations = destinations
+        self._wire = replace(pool.wire, layer_groups=layer_groups)
 
     def __contains__(self, destination: str) -> bool:
         return destination in self._destinations
@@ -127,33 +142,39 @@ class PaperOutlet:
         *,
         is_end: bool,
     ) -> None:
-        for num_pages in self._pool.wire.split(max(0, end - start)):
-            arrays = self._pool.gather(attempt_id, page_ids[start : start + num_pages])
-            is_last = is_end and start + num_pages == end
-            self._put(attempt_id, destination, start, num_pages, arrays, is_last)
-            start += num_pages
+        ranges = self._wire.layer_ranges(NUM_LAYERS)
+        for layers in ranges:
+            first = start
+            for num_pages in self._wire.split(max(0, end - start)):
+                arrays = self._pool.gather(attempt_id, page_ids[first : first + num_pages], layers)
+                is_last = is_end and layers == ranges[-1] and first + num_pages == end
+                pages = range(first, first + num_pages)
+                self._put(attempt_id, destination, layers, pages, arrays, is_last)
+                first += num_pages
 
     def refuse(self, attempt_id: str, destination: str, start: int) -> None:
-        self._put(attempt_id, destination, start, 0, (), True)
+        nothing = range(start, start)
+        self._put(attempt_id, destination, range(NUM_LAYERS), nothing, (), is_last=True)
 
     def _put(
         self,
         attempt_id: str,
         destination: str,
-        start: int,
-        num_pages: int,
+        layers: range,
+        pages: range,
         arrays: tuple[Any, ...],
         is_last: bool,
     ) -> None:
-        wire = self._pool.wire
         piece = KVPiece(
             attempt_id=attempt_id,
+            layer_start=layers.start,
+            num_layers=len(layers),
+            page_start=pages.start,
+            num_pages=len(pages),
             destination=destination,
-            page_start=start,
-            num_pages=num_pages,
             arrays=arrays,
-            wire=wire,
-            num_bytes=wire.num_bytes(num_pages),
+            wire=self._wire,
+            num_bytes=self._wire.num_bytes(len(pages)) * len(layers) // NUM_LAYERS,
             is_last=is_last,
             offered_time=self._clock(),
         )
@@ -163,15 +184,19 @@ class PaperOutlet:
 class PaperPrefill:
     """One chunk of one task a step, first come first served."""
 
+    num_layers = NUM_LAYERS
+
     def __init__(
         self,
         pool: PaperPool,
         chunk: int,
         emit: Callable[[KVPiece], None],
         clock: Callable[[], float],
+        *,
+        layer_groups: int = 1,
     ) -> None:
         self._pool, self._chunk = pool, chunk
-        self._outlet = PaperOutlet(pool, emit, clock)
+        self._outlet = PaperOutlet(pool, emit, clock, layer_groups=layer_groups)
         self._tasks: dict[str, _Running] = {}
         self._finished: list[PrefillDone] = []
         self.num_computed = Counter[str]()  # tokens, by attempt
@@ -223,8 +248,8 @@ class PaperPrefill:
             prefill_seconds=0.0,
         )
 
-    def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
-        self._pool.scatter(arrays, page_ids)
+    def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int], layers: range) -> None:
+        self._pool.scatter(arrays, page_ids, layers)
 
     def _send(self, running: _Running) -> None:
         task, size = running.task, self._pool.page_size
@@ -248,7 +273,7 @@ class _Row:
 class PaperDecode:
     """One token of every row a step."""
 
-    max_steps = 1
+    max_steps, num_layers = 1, NUM_LAYERS
 
     def __init__(self, pool: PaperPool, num_slots: int) -> None:
         self._pool, self._num_slots = pool, num_slots
@@ -282,8 +307,8 @@ class PaperDecode:
         running = self._rows[attempt_id]
         running.row = replace(running.row, page_ids=(*running.row.page_ids, page_id))
 
-    def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int]) -> None:
-        self._pool.scatter(arrays, page_ids)
+    def write_pages(self, arrays: Sequence[Any], page_ids: Sequence[int], layers: range) -> None:
+        self._pool.scatter(arrays, page_ids, layers)
 
     def step(self, *, nobody_waits: bool = False) -> list[DecodeDone]:
         results, self._finished = self._finished, []

@@ -6,24 +6,29 @@ Messages may be lost, copies may fail, and everything may come in any order.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
 from jpd.errors import TransferError
 from jpd.transfer.offers import LateReadError, Offers
-from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece, PageRequest, Serve
+from jpd.transfer.protocol import (
+    ArrivedPiece,
+    Deliver,
+    KVPiece,
+    PageRequest,
+    PieceRange,
+    Serve,
+    arrived_piece,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _Offered:
+class _Offered(PieceRange):
     """What a destination knows of a piece that it has not pulled yet."""
 
     source: str
     offer_id: str
-    attempt_id: str
-    page_start: int
-    num_pages: int
     is_last: bool
 
 
@@ -119,12 +124,14 @@ class PaperTransfer:
     def offer(self, piece: KVPiece) -> None:
         offer_id = self.offers.add(piece)
         offered = _Offered(
-            self.worker,
-            offer_id,
-            piece.attempt_id,
-            piece.page_start,
-            piece.num_pages,
-            piece.is_last,
+            attempt_id=piece.attempt_id,
+            layer_start=piece.layer_start,
+            num_layers=piece.num_layers,
+            page_start=piece.page_start,
+            num_pages=piece.num_pages,
+            source=self.worker,
+            offer_id=offer_id,
+            is_last=piece.is_last,
         )
         target = self._network.find(piece.destination)
         self._network.send(f"announce {offer_id}", lambda: target.hear(offered))
@@ -185,21 +192,23 @@ class PaperTransfer:
         try:
             piece = offers.begin_copy(offered.offer_id)
         except LateReadError as error:
-            self._hand_over(_failed(offered, TransferError(self.worker, str(error))))
+            self._fail(offered, str(error))
             return
         self._copies.append(_Copy(offered, piece, offers))
 
     def _arrive(self, copy: _Copy) -> None:
         self._end(copy)
-        piece = copy.piece
-        arrived = replace(_failed(copy.offered, None), arrays=piece.arrays, num_bytes=1)
-        self._hand_over(arrived)
+        self._hand_over(arrived_piece(copy.offered, copy.piece.arrays, 1, copy.offered.is_last))
         self._release(copy.offered)
 
     def _break(self, copy: _Copy) -> None:
         self._end(copy)
-        self._hand_over(_failed(copy.offered, TransferError(self.worker, "the copy broke")))
+        self._fail(copy.offered, "the copy broke")
         self._release(copy.offered)
+
+    def _fail(self, offered: _Offered, reason: str) -> None:
+        error = TransferError(self.worker, reason)
+        self._hand_over(arrived_piece(offered, (), 0, offered.is_last, error))
 
     def _end(self, copy: _Copy) -> None:
         self._copies.remove(copy)
@@ -218,15 +227,3 @@ class PaperTransfer:
 
 def _bound(action: Callable[..., None], one: object) -> Callable[[], None]:
     return lambda: action(one)
-
-
-def _failed(offered: _Offered, error: TransferError | None) -> ArrivedPiece:
-    return ArrivedPiece(
-        offered.attempt_id,
-        offered.page_start,
-        offered.num_pages,
-        (),
-        0,
-        offered.is_last,
-        error,
-    )

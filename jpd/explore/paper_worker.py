@@ -18,7 +18,6 @@ from jpd.worker.client import InProcessClient
 from jpd.worker.decode_attempts import DecodeAttempts
 from jpd.worker.inbox import Call
 from jpd.worker.page_pool import PagePool
-from jpd.worker.parts import WorkerParts
 from jpd.worker.prefill_attempts import PieceSender, PrefillAttempts
 from jpd.worker.protocol import (
     Attempt,
@@ -28,7 +27,7 @@ from jpd.worker.protocol import (
     Role,
     WorkerStatus,
 )
-from jpd.worker.worker import Worker
+from jpd.worker.worker import Worker, WorkerParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,7 @@ class WorkerSizes:
     transfer_timeout_seconds: float
     retain_seconds: float
     reserve_tokens: int
+    layer_groups: int
 
 
 class PaperWorker:
@@ -91,7 +91,9 @@ class PaperWorker:
         paper.on_write = self._check_owner
         decode = self._make_decode(paper, pool, transfer) if self._role != "prefill" else None
         sender = PieceSender(transfer)
-        engine = PaperPrefill(paper, sizes.chunk, sender.send, self._clock)
+        engine = PaperPrefill(
+            paper, sizes.chunk, sender.send, self._clock, layer_groups=sizes.layer_groups
+        )
         self._prefilling = prefill = PrefillAttempts(
             self._name,
             cast(Any, engine),
@@ -248,4 +250,5 @@ def draw_sizes(draw: random.Random, page_size: int) -> WorkerSizes:
         transfer_timeout_seconds=2.0,
         retain_seconds=draw.choice((0.5, 100.0)),
         reserve_tokens=draw.choice((1, 2, 100)),
+        layer_groups=draw.choice((1, 1, 2)),
     )

@@ -32,9 +32,8 @@ from jpd.transfer.wire import Wire
 from jpd.worker.client import InProcessClient
 from jpd.worker.decode_attempts import DecodeAttempts
 from jpd.worker.page_pool import PagePool
-from jpd.worker.parts import WorkerParts
 from jpd.worker.prefill_attempts import PieceSender, PrefillAttempts
-from jpd.worker.worker import Worker
+from jpd.worker.worker import Worker, WorkerParts
 
 logger = logging.getLogger(__name__)
 
@@ -72,22 +71,31 @@ class Assembly:
         return resolve(self.deployment.engine.attention)
 
     def buckets_of(self, worker: WorkerConfig) -> ShapeBuckets:
-        cache = self.deployment.cache_of(worker)
-        return ShapeBuckets.from_config(self.deployment.engine, cache, self.max_model_len)
+        """Only a worker that sends KV away runs its chunks in layer groups."""
+        engine, cache = self.deployment.engine, self.deployment.cache_of(worker)
+        if not self._targets_of(worker):
+            engine = replace(engine, layer_groups=1)
+        return ShapeBuckets.from_config(engine, cache, self.max_model_len, self.model.layers)
+
+    def _targets_of(self, source: WorkerConfig) -> list[WorkerConfig]:
+        """Other workers that decode what this one prefills; []: it never sends."""
+        others = [other for other in self.deployment.workers if other.name != source.name]
+        return [other for other in others if source.can_prefill and other.can_decode]
 
     def wires_from(self, source: WorkerConfig) -> dict[str, Wire]:
         """How KV travels to each other worker that decodes; {}: this one never sends."""
-        if not source.can_prefill:
-            return {}
-        others = (other for other in self.deployment.workers if other.name != source.name)
-        return {other.name: self._wire(source, other) for other in others if other.can_decode}
+        groups = self.deployment.engine.layer_groups
+        return {other.name: self._wire(source, other, groups) for other in self._targets_of(source)}
 
     def wires_back_from(self, source: WorkerConfig) -> dict[str, Wire]:
-        """How KV goes back to each worker that prefills for this one; {}: it never does."""
+        """How KV goes back to each worker that prefills for this one; {}: it never does.
+
+        All layers together: nothing is computed meanwhile.
+        """
         if not source.can_decode or self.deployment.router.send_back == "never":
             return {}
         others = (other for other in self.deployment.workers if other.name != source.name)
-        return {other.name: self._wire(source, other) for other in others if other.can_prefill}
+        return {other.name: self._wire(source, other, 1) for other in others if other.can_prefill}
 
     def wires_back_to(self, target: WorkerConfig) -> list[Wire]:
         """How KV comes back from workers that decode."""
@@ -99,11 +107,17 @@ class Assembly:
         wires = (self.wires_from(other) for other in self.deployment.workers)
         return [found[target.name] for found in wires if target.name in found]
 
-    def _wire(self, source: WorkerConfig, target: WorkerConfig) -> Wire:
+    def _wire(self, source: WorkerConfig, target: WorkerConfig, layer_groups: int) -> Wire:
         cache, buckets = self.deployment.cache, self.buckets_of(target)
         token_bytes = wire_bytes_per_token(self.model, cache.wire_dtype)
         plan = plan_transfer(self._layout(source), self._layout(target), token_bytes)
-        return plan.wire(buckets.page_size, buckets.page_moves, cache.wire_dtype, cache.checksum)
+        return plan.wire(
+            buckets.page_size,
+            buckets.page_moves,
+            cache.wire_dtype,
+            cache.checksum,
+            layer_groups,
+        )
 
     def _layout(self, worker: WorkerConfig) -> KVLayout:
         """As its mesh has it, which may be another process's."""

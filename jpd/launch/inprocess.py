@@ -56,7 +56,9 @@ def launch_workers(
     workers = deployment.workers_of(host.name)
     source = model.require_source()
     max_model_len = deployment.engine.served_len(model.config.max_len)
-    buckets = ShapeBuckets.from_config(deployment.engine, deployment.cache, max_model_len)
+    buckets = ShapeBuckets.from_config(
+        deployment.engine, deployment.cache, max_model_len, model.config.layers
+    )
     devices = host_devices(host, deployment.file)
     _keep_executables()
     meshes = [_make_mesh(model, worker, devices) for worker in workers]

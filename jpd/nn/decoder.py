@@ -4,6 +4,7 @@ Called by `jpd.engine` inside jit, with raw arrays put in by `jpd.nn.params.rebu
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from flax import nnx
 
 from jpd.kernels.backends import AttentionBackend
 from jpd.nn.attention import Attention, Placement
-from jpd.nn.config import DecoderConfig, LayerConfig, RopeConfig
+from jpd.nn.config import DecoderConfig, LayerConfig
 from jpd.nn.layers import RMSNorm, softcap
 from jpd.nn.linear import Embedding
 from jpd.nn.mla import LatentAttention
@@ -67,7 +68,7 @@ class Layer(nnx.Module):
             )
         else:
             self.moe = MoE(config, layer.moe, dtype, is_split=is_split)
-        self.is_dense = layer.moe is None
+        self.is_dense, self.rope = layer.moe is None, layer.rope
         if config.norm_style != "post":
             self.attn_norm, self.mlp_norm = norm(), norm()
         if config.norm_style != "pre":
@@ -120,19 +121,14 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, kv: tuple[jax.Array, ...], batch: PagedBatch
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """int32 tokens and positions [B, T] → hidden states [B, T, D] and the new pages."""
-        config = self.config
+        return _run_layers(self.config, self.layers, self.embedded(tokens), positions, kv, batch)
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """int32 tokens [B, T] → what the first layer takes, [B, T, D]."""
         x = self.embed.rows(tokens)
-        if config.embed_scale != 1.0:
-            x = x * jnp.asarray(config.embed_scale, x.dtype)
-        place = _place(positions, kv[0].shape[1], batch)
-        lengths = batch.kv_lengths if batch.rope_lengths is None else batch.rope_lengths
-        tables = self._rope_tables(positions, lengths)
-        new_kv = []
-        for layer, layer_config, pages in zip(self.layers, config.layers, kv, strict=True):
-            definition, params = nnx.split(layer)
-            x, pages = _run_layer(definition, params, x, tables[layer_config.rope], pages, place)
-            new_kv.append(pages)
-        return x, tuple(new_kv)
+        if self.config.embed_scale != 1.0:
+            x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+        return x
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] → float32 logits [..., V]."""
@@ -143,13 +139,50 @@ class Decoder(nnx.Module):
             logits = logits * config.logits_scale
         return softcap(logits, config.logits_softcap)
 
-    def _rope_tables(
-        self, positions: jax.Array, lengths: jax.Array
-    ) -> dict[RopeConfig, RopeTables | None]:
-        config = self.config
-        head_dim = config.head_dim if config.mla is None else config.mla.qk_rope_head_dim
-        ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        return {rope: rope_tables(rope, head_dim, positions, lengths) for rope in ropes}
+
+class LayerGroup(nnx.Module):
+    """Some layers of a decoder, for a call that computes only these."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[LayerConfig],
+        dtype: jnp.dtype,
+        backend: AttentionBackend,
+        *,
+        is_split: bool,
+    ) -> None:
+        self.layers = nnx.List(
+            [Layer(config, layer, dtype, backend, is_split=is_split) for layer in layers]
+        )
+        self.config = config
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, kv: tuple[jax.Array, ...], batch: PagedBatch
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Hidden states [B, T, D] → those after the last of these layers, and their new pages."""
+        return _run_layers(self.config, self.layers, x, positions, kv, batch)
+
+
+def _run_layers(
+    config: DecoderConfig,
+    layers: Sequence[Layer],
+    x: jax.Array,
+    positions: jax.Array,
+    kv: tuple[jax.Array, ...],
+    batch: PagedBatch,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    place = _place(positions, kv[0].shape[1], batch)
+    lengths = batch.kv_lengths if batch.rope_lengths is None else batch.rope_lengths
+    head_dim = config.head_dim if config.mla is None else config.mla.qk_rope_head_dim
+    ropes = dict.fromkeys(layer.rope for layer in layers)
+    tables = {rope: rope_tables(rope, head_dim, positions, lengths) for rope in ropes}
+    new_kv = []
+    for layer, pages in zip(layers, kv, strict=True):
+        definition, params = nnx.split(layer)
+        x, pages = _run_layer(definition, params, x, tables[layer.rope], pages, place)
+        new_kv.append(pages)
+    return x, tuple(new_kv)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -4,7 +4,7 @@
 flat tuple of raw arrays crosses from Python, no module tree.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpd.kernels.backends import AttentionBackend
-from jpd.nn.config import DecoderConfig
-from jpd.nn.decoder import Decoder
+from jpd.nn.config import DecoderConfig, LayerConfig
+from jpd.nn.decoder import Decoder, LayerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,20 @@ class DecoderDef:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupDef:
+    """Some layers of a decoder without their arrays; equal for groups of the same kinds."""
+
+    graphdef: Any
+    treedef: Any
+    names: tuple[tuple[int, str], ...]  # of its parameters: layer of the group, and the rest
+
+    def places(self, specs: Sequence[ParamSpec], first_layer: int) -> tuple[int, ...]:
+        """Where the parameters of the group that begins with this layer stand among a decoder's."""
+        found = {spec.path: place for place, spec in enumerate(specs)}
+        return tuple(found[f"layers.{first_layer + layer}.{rest}"] for layer, rest in self.names)
+
+
+@dataclass(frozen=True, slots=True)
 class AbstractParams:
     """A decoder's definition and its parameters in the one order used everywhere."""
 
@@ -84,15 +98,48 @@ def abstract_params(
     graphdef, state = nnx.split(Decoder(config, jnp.dtype(dtype), backend, is_split=is_split))
     treedef: Any = jax.tree.structure(state)
     specs = []
-    for path, variable in jax.tree.leaves_with_path(
-        state, is_leaf=lambda x: isinstance(x, nnx.Param)
-    ):
+    for name, variable in _named_params(state):
         value = variable.get_value()
-        name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
         axes, summed = (variable.get_metadata(key) for key in ("axes", "summed"))
         specs.append(ParamSpec(name, tuple(value.shape), value.dtype, axes, summed))
     assert treedef.num_leaves == len(specs)
     return AbstractParams(DecoderDef(graphdef, treedef), tuple(specs))
+
+
+def group_def(
+    config: DecoderConfig,
+    layers: Sequence[LayerConfig],
+    dtype: Any,
+    backend: AttentionBackend,
+    *,
+    is_split: bool,
+) -> GroupDef:
+    """Layers of these kinds of the decoder that `abstract_params` describes."""
+    group = LayerGroup(config, layers, jnp.dtype(dtype), backend, is_split=is_split)
+    graphdef, state = nnx.split(group)
+    names = []
+    for name, _ in _named_params(state):
+        _, layer, rest = name.split(".", 2)
+        names.append((int(layer), rest))
+    return GroupDef(graphdef, jax.tree.structure(state), tuple(names))
+
+
+def _named_params(state: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters by their paths, in the order of the state's leaves."""
+    for path, variable in jax.tree.leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Param)
+    ):
+        yield (
+            ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path),
+            variable,
+        )
+
+
+def rebuild_group(group: GroupDef, leaves: Sequence[jax.Array]) -> LayerGroup:
+    """The layers with `leaves`, in the order of `GroupDef.names`."""
+    state = jax.tree.unflatten(group.treedef, list(leaves))
+    layers: LayerGroup = nnx.merge(group.graphdef, state)
+    return layers
 
 
 def rebuild(graphdef: DecoderDef, leaves: Sequence[jax.Array]) -> Decoder:

@@ -65,7 +65,7 @@ def plan_deployment(
     if sizes_memory:
         problems += _memory_problems(plans, deployment)
     problems += attention_problems(config, deployment)
-    buckets = _buckets(deployment, max_model_len, problems)
+    buckets = _buckets(deployment, config, max_model_len, problems)
     if problems or buckets is None:
         raise ConfigError(problems)
     pairs = _pair_plans(plans, config, deployment)
@@ -105,10 +105,14 @@ def _memory_problems(plans: list[WorkerPlan], deployment: DeploymentConfig) -> l
 
 
 def _buckets(
-    deployment: DeploymentConfig, max_model_len: int, problems: list[Problem]
+    deployment: DeploymentConfig,
+    config: DecoderConfig,
+    max_model_len: int,
+    problems: list[Problem],
 ) -> ShapeBuckets | None:
+    engine, cache = deployment.engine, deployment.cache
     try:
-        return ShapeBuckets.from_config(deployment.engine, deployment.cache, max_model_len)
+        return ShapeBuckets.from_config(engine, cache, max_model_len, config.layers)
     except ConfigError as error:
         problems += (replace(problem, file=deployment.file) for problem in error.problems)
         return None

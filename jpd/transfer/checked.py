@@ -37,7 +37,6 @@ def checked(piece: ArrivedPiece, worker: str) -> ArrivedPiece:
     shards = (shard for agree in found for shard in agree.addressable_shards)
     if all(np.asarray(shard.data).all() for shard in shards):
         return dataclasses.replace(piece, arrays=tuple(a for arrays, _ in runs for a in arrays))
-    where = f"pages {piece.page_start}+{piece.num_pages} of {piece.attempt_id}"
-    logger.error("transfer to %s: %s were altered on their way", worker, where)
-    error = TransferError(worker, f"{where}: checksum differs, altered on their way")
+    logger.error("transfer to %s: %s were altered on their way", worker, piece.where)
+    error = TransferError(worker, f"{piece.where}: checksum differs, altered on their way")
     return dataclasses.replace(piece, arrays=(), num_bytes=0, error=error)

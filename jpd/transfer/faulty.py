@@ -43,7 +43,7 @@ class Fault:
     piece_index: int = 0
     attempt_id: str | None = None  # None: of every attempt
     delay_seconds: float = 0.0
-    layer: int = 0  # whose page is corrupted: the first page of the piece
+    layer: int = 0  # of the piece's, whose page is corrupted: the first page of the piece
     stage: Stage = "arrive"
 
     def __post_init__(self) -> None:

@@ -14,7 +14,14 @@ from jax.sharding import Mesh
 from jpd.errors import TransferError
 from jpd.transfer.destination import Destination
 from jpd.transfer.lane import Lane
-from jpd.transfer.protocol import ArrivedPiece, Deliver, KVPiece, PageRequest, Serve
+from jpd.transfer.protocol import (
+    ArrivedPiece,
+    Deliver,
+    KVPiece,
+    PageRequest,
+    Serve,
+    arrived_piece,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,26 +77,16 @@ class _Puller:
     def pull(self, piece: KVPiece) -> ArrivedPiece:
         """Blocks until the piece is there. Failures become the piece's error."""
         late_seconds = time.monotonic() - piece.offered_time
-        where = f"pages {piece.page_start}+{piece.num_pages} of {piece.attempt_id}"
         if late_seconds > self._timeout_seconds:
             reason = f"not pulled for {late_seconds:.1f} s > {self._timeout_seconds:g} s"
-            return self._failed(piece, f"{where}: {reason}")
+            return self._failed(piece, f"{piece.where}: {reason}")
         try:
             arrays = self._target.put(piece.wire, piece.arrays)
         except Exception as error:  # whatever the runtime raises, the destination must hear of it
             logger.exception("transfer to %s failed", self._worker)
-            return self._failed(piece, f"{where}: {error}")
-        return ArrivedPiece(
-            piece.attempt_id,
-            piece.page_start,
-            piece.num_pages,
-            arrays,
-            piece.num_bytes,
-            piece.is_last,
-        )
+            return self._failed(piece, f"{piece.where}: {error}")
+        return arrived_piece(piece, arrays, piece.num_bytes, piece.is_last)
 
     def _failed(self, piece: KVPiece, reason: str) -> ArrivedPiece:
         error = TransferError(self._worker, reason)
-        return ArrivedPiece(
-            piece.attempt_id, piece.page_start, piece.num_pages, (), 0, piece.is_last, error
-        )
+        return arrived_piece(piece, (), 0, piece.is_last, error)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpd.transfer.protocol import KVPiece
+from jpd.transfer.protocol import KVPiece, PieceRange
 from jpd.transfer.wire import Wire
 
 PART_BYTES = 1 << 20
@@ -36,7 +36,7 @@ class ArrayForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(PieceRange):
     """A piece without its arrays, and where they are to be had."""
 
     offer_id: str
@@ -44,9 +44,6 @@ class Notice:
     transport: str  # how the source gives its arrays away
     transport_address: str  # where; empty: over the same service
     destination: str
-    attempt_id: str
-    page_start: int
-    num_pages: int
     num_bytes: int
     is_last: bool
     wire: Wire
@@ -63,6 +60,8 @@ def notice_of(
         transport_address=transport_address,
         destination=piece.destination,
         attempt_id=piece.attempt_id,
+        layer_start=piece.layer_start,
+        num_layers=piece.num_layers,
         page_start=piece.page_start,
         num_pages=piece.num_pages,
         num_bytes=piece.num_bytes,

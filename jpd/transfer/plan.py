@@ -92,7 +92,12 @@ class TransferPlan:
         return part * (self.target.devices // self.wire_partitions)
 
     def wire(
-        self, page_size: int, move_sizes: tuple[int, ...], wire_dtype: str, has_checksum: bool
+        self,
+        page_size: int,
+        move_sizes: tuple[int, ...],
+        wire_dtype: str,
+        has_checksum: bool,
+        layer_groups: int = 1,
     ) -> Wire:
         """The form in which pages then travel; page_size and move_sizes are the target's."""
         return Wire(
@@ -104,6 +109,7 @@ class TransferPlan:
             token_bytes=self.bytes_per_token,
             dtype=wire_dtype,
             has_checksum=has_checksum,
+            layer_groups=layer_groups,
         )
 
     def seconds(self, num_tokens: int, link: Link) -> float:

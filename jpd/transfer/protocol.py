@@ -20,32 +20,53 @@ from jpd.transfer.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
-class KVPiece:
-    """Pages of one attempt, gathered into staging arrays on the source mesh, ready to travel.
+class PieceRange:
+    """Which part of an attempt's KV a piece is: some layers of some pages.
 
     Pages are of the destination's size. `page_start` counts those of the sequence, not of a pool.
+    """
+
+    attempt_id: str
+    layer_start: int
+    num_layers: int
+    page_start: int
+    num_pages: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.layer_start, self.layer_start + self.num_layers)
+
+    @property
+    def pages(self) -> range:
+        return range(self.page_start, self.page_start + self.num_pages)
+
+    @property
+    def where(self) -> str:
+        """In words, for errors."""
+        layers = f"layers {self.layer_start}+{self.num_layers}"
+        return f"pages {self.page_start}+{self.num_pages}, {layers} of {self.attempt_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class KVPiece(PieceRange):
+    """A part of one attempt's KV, gathered into staging arrays on the source mesh, ready to travel.
+
     Arrays are padded to a bucket: rows from `num_pages` on are rubbish. A piece of no pages says
     that the source does not hold what it was asked for.
     """
 
-    attempt_id: str
     destination: str
-    page_start: int
-    num_pages: int
     arrays: tuple[jax.Array, ...]  # as `wire` says, of n >= num_pages pages
     wire: Wire
-    num_bytes: int  # of the num_pages pages; padding and replica copies not counted
+    num_bytes: int  # of these layers of the num_pages pages; padding and copies not counted
     is_last: bool
     offered_time: float  # time.monotonic seconds
 
 
 @dataclass(frozen=True, slots=True)
-class ArrivedPiece:
+class ArrivedPiece(PieceRange):
     """A piece on its destination mesh, or why it did not get there (then `arrays` is empty)."""
 
-    attempt_id: str
-    page_start: int
-    num_pages: int
     arrays: tuple[jax.Array, ...]  # of the uncut wire, on the destination's mesh
     num_bytes: int
     is_last: bool
@@ -61,6 +82,27 @@ class PageRequest:
     destination: str
     page_start: int  # of the destination's pages, counted in the sequence
     num_pages: int
+
+
+def arrived_piece(
+    piece: PieceRange,
+    arrays: tuple[jax.Array, ...],
+    num_bytes: int,
+    is_last: bool,
+    error: TransferError | None = None,
+) -> ArrivedPiece:
+    """What is delivered of a piece that was offered."""
+    return ArrivedPiece(
+        attempt_id=piece.attempt_id,
+        layer_start=piece.layer_start,
+        num_layers=piece.num_layers,
+        page_start=piece.page_start,
+        num_pages=piece.num_pages,
+        arrays=arrays,
+        num_bytes=num_bytes,
+        is_last=is_last,
+        error=error,
+    )
 
 
 Deliver = Callable[[ArrivedPiece], None]

@@ -34,6 +34,7 @@ from jpd.transfer.protocol import (
     KVTransfer,
     PageRequest,
     Serve,
+    arrived_piece,
 )
 from jpd.transfer.transports import Transport
 
@@ -312,8 +313,8 @@ class _Puller:
                 call = self._open_pull(notice)
                 arrays = self._transport.pull(notice, call, self._target)
         except Exception as error:  # the network's and the runtime's own kinds
-            where = f"pages {notice.page_start}+{notice.num_pages} of {notice.attempt_id}"
-            return self._arrived(notice, (), TransferError(self._worker, f"{where}: {_why(error)}"))
+            reason = f"{notice.where}: {_why(error)}"
+            return self._arrived(notice, (), TransferError(self._worker, reason))
         finally:
             if call is not None:
                 call.cancel()
@@ -323,15 +324,8 @@ class _Puller:
     def _arrived(
         self, notice: Notice, arrays: tuple[Any, ...], error: TransferError | None
     ) -> ArrivedPiece:
-        return ArrivedPiece(
-            notice.attempt_id,
-            notice.page_start,
-            notice.num_pages,
-            arrays,
-            0 if error else notice.num_bytes,
-            notice.is_last,
-            error,
-        )
+        num_bytes = 0 if error else notice.num_bytes
+        return arrived_piece(notice, arrays, num_bytes, notice.is_last, error)
 
 
 def _why(error: Exception) -> str:

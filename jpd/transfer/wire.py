@@ -7,13 +7,16 @@ destination's scatter.
 
 from dataclasses import dataclass, replace
 
+from jpd.nn.layer_groups import layer_ranges
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
     """How pages travel to one destination.
 
-    The arrays of a piece are those of the first slice, one or two per layer and at last the
-    checksum if there is one, then those of the next slice; on arrival likewise strand by strand.
+    The arrays of a piece are those of the first slice, one or two for each of its layers and at
+    last the checksum if there is one, then those of the next slice; on arrival likewise strand by
+    strand.
     All have four axes and are split along the third, as pools are: pages [n, p, K, W] as stored, or
     int8 and their float32 scales [n, p, K, parts]; the checksum is uint32 [1, 1, parts, 1].
     """
@@ -26,11 +29,13 @@ class Wire:
     slices: int = 1  # each part is cut in so many, one for each target device that needs only that
     strands: int = 1  # so many parts make one of the target's: they are joined where it is
     has_checksum: bool = False
+    layer_groups: int = 1  # a run of pages is so many pieces, each of some layers
 
     def __str__(self) -> str:
         cut = f", each cut in {self.slices}" if self.slices > 1 else ""
         cut += f", joined by {self.strands} on arrival" if self.strands > 1 else ""
         checked = ", with checksums" if self.has_checksum else ""
+        checked += f", {self.layer_groups} groups of layers" if self.layer_groups > 1 else ""
         return (
             f"{self.partitions} parts{cut}, pages of {self.page_size} tokens as {self.dtype}"
             f"{checked}, {self.token_bytes:,} bytes a token"
@@ -63,6 +68,10 @@ class Wire:
         whole, rest = divmod(num_pages, self.move_sizes[-1])
         return (self.move_sizes[-1],) * whole + ((rest,) if rest else ())
 
+    def layer_ranges(self, num_layers: int) -> tuple[range, ...]:
+        """How the layers of a model are cut, piece by piece."""
+        return layer_ranges(num_layers, self.layer_groups)
+
     def num_bytes(self, num_pages: int) -> int:
-        """Of so many pages, padding and copies for replicas not counted."""
+        """Of so many pages with all layers, padding and copies for replicas not counted."""
         return num_pages * self.page_size * self.token_bytes

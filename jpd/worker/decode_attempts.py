@@ -23,6 +23,7 @@ from jpd.errors import (
     WorkerError,
 )
 from jpd.guidance.compiler import GrammarCompiler
+from jpd.transfer.missing import MissingKV
 from jpd.transfer.protocol import ArrivedPiece, PageRequest
 from jpd.worker.guided import open_guide
 from jpd.worker.page_pool import HeldPages, PagePool
@@ -41,7 +42,7 @@ class DecodeAttempt:
 
     attempt: Attempt
     pages: HeldPages
-    missing_pages: set[int]  # of the prompt, counted in the sequence: their KV has not arrived
+    missing: MissingKV  # of the prompt: has not arrived
     kv_bytes: int = 0
     kv_complete_time: float | None = None
     transfer_deadline: float = float("inf")  # set when the first token is known
@@ -135,7 +136,8 @@ class DecodeAttempts:
                 return None
             self._preempt(victim, f"attempt {attempt.attempt_id} of a higher priority")
         first = pages.num_cached_tokens // self._pool.page_size
-        missing = set(range(first, self._pool.num_pages_for(len(attempt.token_ids))))
+        lacking = range(first, self._pool.num_pages_for(len(attempt.token_ids)))
+        missing = MissingKV(lacking, self._engine.num_layers)
         self._held[attempt.attempt_id] = DecodeAttempt(attempt, pages, missing)
         return Reservation(attempt.attempt_id, self._worker, pages.num_cached_tokens)
 
@@ -215,17 +217,17 @@ class DecodeAttempts:
     def receive(self, piece: ArrivedPiece) -> bool:
         """Write a piece into the attempt's pages. False: nobody waits for it, it is dropped."""
         held = self.get(piece.attempt_id)
-        arriving = range(piece.page_start, piece.page_start + piece.num_pages)
         # A page is written once: later its last positions may hold KV of generated tokens.
-        if held is None or not held.missing_pages.issuperset(arriving):
+        if held is None or not held.missing.covers(piece):
             return False
         if piece.error is not None:
             self._fail(held, piece.error)
             return True
-        self._engine.write_pages(piece.arrays, [held.pages.page_ids[index] for index in arriving])
-        held.missing_pages.difference_update(arriving)
+        places = held.pages.page_ids[piece.pages.start : piece.pages.stop]
+        self._engine.write_pages(piece.arrays, places, piece.layers)
+        held.missing.take(piece)
         held.kv_bytes += piece.num_bytes
-        if not held.missing_pages:
+        if held.missing.is_nothing:
             self._complete(held)
         return True
 
@@ -233,7 +235,7 @@ class DecodeAttempts:
         """The prompt was prefilled here, into the reserved pages: nothing travels."""
         held = self.get(attempt_id)
         if held is not None:
-            held.missing_pages.clear()
+            held.missing.clear()
             self._complete(held)
 
     def _complete(self, held: DecodeAttempt) -> None:
@@ -350,7 +352,7 @@ class DecodeAttempts:
                 self._held.pop(attempt_id, None)
             else:
                 reason = (
-                    f"{len(held.missing_pages)} KV pages of {attempt_id} did not arrive within "
+                    f"{held.missing.num_pages} KV pages of {attempt_id} did not arrive within "
                     f"{self._transfer_timeout_seconds:g} s"
                 )
                 self._fail(held, TransferError(self._worker, reason))

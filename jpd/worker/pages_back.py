@@ -10,6 +10,7 @@ Used by prefill_attempts.py and decode_attempts.py, on their workers' threads.
 import logging
 
 from jpd.engine.page_outlet import PageOutlet
+from jpd.transfer.missing import MissingKV
 from jpd.transfer.protocol import ArrivedPiece, PageRequest
 from jpd.worker.page_pool import HeldPages
 from jpd.worker.protocol import SentBack
@@ -20,10 +21,10 @@ logger = logging.getLogger(__name__)
 class AwaitedPages:
     """What one attempt waits for on its prefill worker."""
 
-    def __init__(self, request: PageRequest, now: float, deadline: float) -> None:
+    def __init__(self, request: PageRequest, num_layers: int, now: float, deadline: float) -> None:
         self.request, self.deadline = request, deadline
         self._asked_time = now
-        self._missing = set(range(request.page_start, self.end))
+        self._missing = MissingKV(range(request.page_start, self.end), num_layers)
         self._num_bytes = 0
 
     @property
@@ -33,14 +34,13 @@ class AwaitedPages:
 
     @property
     def is_whole(self) -> bool:
-        return not self._missing
+        return self._missing.is_nothing
 
     def take(self, piece: ArrivedPiece) -> bool:
-        """Whether exactly these pages were missing; from now on they are not."""
-        arriving = set(range(piece.page_start, piece.page_start + piece.num_pages))
-        if not arriving <= self._missing:
+        """Whether all of the piece was missing; from now on it is not."""
+        if not self._missing.covers(piece):
             return False
-        self._missing -= arriving
+        self._missing.take(piece)
         self._num_bytes += piece.num_bytes
         return True
 

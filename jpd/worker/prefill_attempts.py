@@ -37,7 +37,7 @@ class PieceSender:
         try:
             self._transfer.offer(piece)
         except Exception as error:
-            reason = f"pages {piece.page_start}+{piece.num_pages} cannot be sent: {error!r}"
+            reason = f"{piece.where} cannot be sent: {error!r}"
             self._failures[piece.attempt_id] = TransferError(piece.destination, reason)
 
     def ask(self, request: PageRequest) -> None:
@@ -201,7 +201,8 @@ class PrefillAttempts:
             return
         request = PageRequest(attempt_id, reservation.worker, self._worker, first, end - first)
         now = self._clock()
-        held.awaited = AwaitedPages(request, now, now + self._transfer_timeout_seconds)
+        deadline = now + self._transfer_timeout_seconds
+        held.awaited = AwaitedPages(request, self._engine.num_layers, now, deadline)
         try:
             self._sender.ask(request)
         except OSError as error:
@@ -217,8 +218,8 @@ class PrefillAttempts:
             reason = "they are not there" if piece.error is None else str(piece.error)
             self._end_waiting(held, awaited, reason)
         elif awaited.take(piece):
-            places = held.pages.page_ids[piece.page_start : piece.page_start + piece.num_pages]
-            self._engine.write_pages(piece.arrays, places)
+            places = held.pages.page_ids[piece.pages.start : piece.pages.stop]
+            self._engine.write_pages(piece.arrays, places, piece.layers)
             if awaited.is_whole:
                 self._end_waiting(held, awaited, "")
         else:

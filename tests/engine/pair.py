@@ -48,8 +48,9 @@ class Pair:
         random.Random(0).shuffle(self.pieces)
         for piece in self.pieces:
             pages = self.target_pages[piece.attempt_id]
-            ids = pages[piece.page_start : piece.page_start + piece.num_pages]
-            self.decode.write_pages(self.destination.put(piece.wire, piece.arrays), ids)
+            ids = pages[piece.pages.start : piece.pages.stop]
+            arrays = self.destination.put(piece.wire, piece.arrays)
+            self.decode.write_pages(arrays, ids, piece.layers)
         self.pieces.clear()
 
     def row(self, done: PrefillDone) -> DecodeRow:

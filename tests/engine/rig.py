@@ -74,13 +74,14 @@ class Rig:
         return pages
 
     def wire_to(self, target: "Rig") -> Wire:
-        """As stored."""
+        """As stored, in the layer groups in which it is computed here."""
         layouts = [
             KVLayout(kv_partitions(on.cache.mesh), on.cache.mesh.size) for on in (self, target)
         ]
         plan = plan_transfer(*layouts, self.cache.spec.token_bytes)
         sizes = target.functions.buckets.page_moves
-        return plan.wire(target.cache.spec.page_size, sizes, "float32", False)
+        groups = self.functions.buckets.layer_groups.num_groups
+        return plan.wire(target.cache.spec.page_size, sizes, "float32", False, groups)
 
 
 def make_rig(
@@ -107,7 +108,7 @@ def make_rigs(name: str, meshes: Sequence[Mesh], engine: EngineConfig) -> list[R
     """One on each mesh; the weights are read once for all."""
     config = golden_config(name)
     buckets = ShapeBuckets.from_config(
-        engine, CacheConfig(page_size=PAGE), engine.served_len(MAX_LEN)
+        engine, CacheConfig(page_size=PAGE), engine.served_len(MAX_LEN), config.layers
     )
     spec = KVSpec(
         num_layers=config.num_layers,

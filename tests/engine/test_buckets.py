@@ -5,6 +5,7 @@ import pytest
 from jpd.config import CacheConfig, EngineConfig
 from jpd.engine.buckets import MAX_EXECUTABLES, ShapeBuckets, decode_rows
 from jpd.errors import ConfigError
+from jpd.nn.config import LayerConfig, RopeConfig
 
 CACHE = CacheConfig(page_size=32)
 
@@ -76,6 +77,42 @@ def test_speculation_has_a_step_of_its_own() -> None:
     num_widths = len(buckets.context_widths)
     assert len(shapes) == 3 * 3 * num_widths
     assert buckets.num_decode_executables == len(shapes) + 3 + 3 + len(buckets.page_moves)
+
+
+FULL, SLIDING = LayerConfig(RopeConfig()), LayerConfig(RopeConfig(), sliding_window=8)
+
+
+def test_layer_groups_multiply_executables_by_their_kinds_and_sizes() -> None:
+    def counts(layers: list[LayerConfig], groups: int) -> tuple[int, int]:
+        engine = EngineConfig(layer_groups=groups)
+        buckets = ShapeBuckets.from_config(engine, CACHE, 32768, layers)
+        return buckets.num_prefill_executables, buckets.num_decode_executables
+
+    assert counts([FULL] * 6, 1) == (12 + 2 + 4 + 5, 9 + 3 + 3 + 5)
+    # The embedding and the logits of each of four chunk layouts; the groups share the rest.
+    assert counts([FULL] * 6, 3) == (12 + 2 * 4 + 2 + 4 + 5, 9 + 3 + 3 + 5)
+    assert counts([FULL, SLIDING] * 3, 2) == (2 * 12 + 2 * 4 + 2 + 4 + 5, 9 + 3 + 3 + 5)
+    # Groups of three layers and of two: pages of both sizes are moved.
+    assert counts([FULL] * 5, 2) == (2 * 12 + 2 * 4 + 2 + 4 + 2 * 5, 9 + 3 + 3 + 2 * 5)
+
+
+@pytest.mark.parametrize("groups", [0, 7])
+def test_more_layer_groups_than_layers_are_refused(groups: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ShapeBuckets.from_config(EngineConfig(layer_groups=groups), CACHE, 4096, [FULL] * 6)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("engine.layer_groups", groups)
+    assert problem.rule == "must be between 1 and the model's 6 layers"
+
+
+def test_too_many_kinds_of_layer_groups_are_refused_with_their_number() -> None:
+    kinds = {"f": FULL, "s": SLIDING}
+    layers = [kinds[letter] for letter in "fff sss fsf ssf ffs sff".replace(" ", "")]
+    with pytest.raises(ConfigError) as caught:
+        ShapeBuckets.from_config(EngineConfig(layer_groups=6), CACHE, 32768, layers)
+    (problem,) = caught.value.problems
+    assert problem.key.endswith("x kinds of layer_groups") and str(problem.value).endswith(" x 6")
+    assert "use fewer buckets or other layer_groups" in problem.rule
 
 
 def test_every_problem_is_told_at_once() -> None:

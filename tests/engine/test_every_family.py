@@ -1,11 +1,13 @@
 """Every family through chunked prefill, transfer and paged decode, on meshes of every size.
 
 For each family three prefill and three decode rigs: what is split over 1, 2 and 4 devices on one
-side is split otherwise on the other. What chooses tokens knows no family and is most of what there
-is to compile, so the steps here only take the best token; its logits are compared as well. The
-fast run has one family of each kind of attention and of layer.
+side is split otherwise on the other, and the second and third run their chunks in layer groups.
+What chooses tokens knows no family and is most of what there is to compile, so the steps here only
+take the best token; its logits are compared as well. The fast run has one family of each kind of
+attention and of layer.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +36,9 @@ ONE_SHAPE = EngineConfig(
     max_steps_per_call=1,
 )
 """48 prompt tokens go through in two chunks, the second of them padded."""
+
+LAYER_GROUPS = (1, 2, 3)
+"""Of the first, second and third prefill side."""
 
 Mesh = tuple[int, int]  # tensor, expert
 Pairs = list[tuple[Mesh, Mesh]]  # prefill side, decode side
@@ -77,10 +82,13 @@ def _label(name: str) -> str:
 def test_tokens_and_logits_of_the_reference(name: str) -> None:
     pairs = CASES[name]
     sources, targets = zip(*pairs, strict=True)
-    meshes = [make_mesh(name, *sizes, 0) for sizes in sources]
-    meshes += [make_mesh(name, *sizes, 4) for sizes in targets]
-    rigs = make_rigs(name, meshes, ONE_SHAPE)  # of its own: no other test may meet these steps
-    for source, target, pair in zip(rigs, rigs[len(pairs) :], pairs, strict=False):
+    # Rigs of its own: no other test may meet these steps.
+    on_left = [
+        make_rigs(name, [make_mesh(name, *sizes, 0)], replace(ONE_SHAPE, layer_groups=groups))[0]
+        for sizes, groups in zip(sources, LAYER_GROUPS, strict=False)
+    ]
+    on_right = make_rigs(name, [make_mesh(name, *sizes, 4) for sizes in targets], ONE_SHAPE)
+    for source, target, pair in zip(on_left, on_right, pairs, strict=True):
         _check(Pair(source, target), expected(name), f"{name}: {pair}")
 
 

@@ -1,6 +1,7 @@
 """The control plane through ten thousand orders of events; and proof that a fault would be seen."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,9 @@ from jpd.request import RequestState
 from jpd.router.accounting import account_end
 from jpd.router.holding import Holding
 from jpd.router.journey import Journey
+from jpd.transfer.missing import MissingKV
 from jpd.transfer.offers import Offers
+from jpd.transfer.protocol import PieceRange
 from jpd.worker.decode_attempts import DecodeAttempts
 from jpd.worker.pages_back import AwaitedPages
 from jpd.worker.prefill_attempts import PrefillAttempts
@@ -74,8 +77,8 @@ def write_into_pages_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(self: DecodeAttempts, piece):  # type: ignore[no-untyped-def]
         if piece.error is None and self.get(piece.attempt_id) is None:
             page_ids = addresses[piece.attempt_id]
-            end = piece.page_start + piece.num_pages
-            self._engine.write_pages(piece.arrays, page_ids[piece.page_start : end])
+            places = page_ids[piece.pages.start : piece.pages.stop]
+            self._engine.write_pages(piece.arrays, places, piece.layers)
         return receive(self, piece)
 
     monkeypatch.setattr(PaperTransfer, "cancel", lambda self, attempt_id: None)
@@ -112,10 +115,22 @@ def do_not_wait_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     def hurry(self: DecodeAttempts, piece):  # type: ignore[no-untyped-def]
         held = self.get(piece.attempt_id)
         if held is not None and piece.is_last and piece.error is None:
-            held.missing_pages &= set(range(piece.page_start, piece.page_start + piece.num_pages))
+            held.missing = MissingKV(piece.pages, self._engine.num_layers)
+            for layer in set(range(self._engine.num_layers)) - set(piece.layers):
+                held.missing.take(replace(piece, layer_start=layer, num_layers=1))
         return receive(self, piece)
 
     monkeypatch.setattr(DecodeAttempts, "receive", hurry)
+
+
+def take_a_page_with_any_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode begins when something of each page is here."""
+
+    def take(self: MissingKV, piece: PieceRange) -> None:
+        for page in piece.pages:
+            del self._layers[page]
+
+    monkeypatch.setattr(MissingKV, "take", take)
 
 
 def do_not_wait_for_pages_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +178,7 @@ def give_back_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         (end_twice, "terminal events of"),
         (forget_a_row, "there are"),
         (do_not_wait_for_pages, "the reference has"),
+        (take_a_page_with_any_of_its_layers, "the reference has"),
         (do_not_wait_for_pages_that_come_back, "the reference has"),
         (keep_offers_for_ever, "pieces are kept"),
         (serve_late_reads_of_what_is_there_now, ""),

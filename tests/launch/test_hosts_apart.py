@@ -1,4 +1,7 @@
-"""Prefill in one process, decode in another, with other tensor sizes: the tokens of one process."""
+"""Prefill in one process, decode in another, with other tensor sizes: the tokens of one process.
+
+KV leaves layer group by layer group; without groups hosts are tried in test_subprocess_hosts.py.
+"""
 
 import os
 from dataclasses import replace
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.slow
 CORES = sorted(os.sched_getaffinity(0))
 
 
-def apart(transport: KVTransport, checksum: bool):
+def apart(transport: KVTransport, checksum: bool, layer_groups: int):
     config = deployment(
         replace(worker("prefill-0", "prefill", [0, 1]), host="a", page_size=PAGE_SIZE // 2),
         replace(worker("decode-0", "decode", [0]), host="b"),
@@ -29,20 +32,22 @@ def apart(transport: KVTransport, checksum: bool):
             HostConfig("b", "cpu", 1, cores=(CORES[-1],)),
         ),
         launch=LaunchConfig("subprocess"),
+        engine=replace(config.engine, layer_groups=layer_groups),
         cache=replace(config.cache, transport=transport, checksum=checksum, wire_dtype="float32"),
         router=replace(config.router, send_back="always"),
     )
 
 
 @pytest.mark.parametrize(
-    ("transport", "checksum"), [("host_staged", True), ("jax_transfer", False)]
+    ("transport", "checksum", "layer_groups"),
+    [("host_staged", True, 2), ("jax_transfer", False, 3)],
 )
 def test_d01_d11_g09_g10_tokens_are_those_of_one_process(
-    golden_llama3: Path, transport: KVTransport, checksum: bool
+    golden_llama3: Path, transport: KVTransport, checksum: bool, layer_groups: int
 ) -> None:
     expected = dict(np.load(golden_llama3 / "expected.npz"))
     prompts, num_tokens = expected["prompts"].tolist(), expected["greedy"].shape[1]
-    with jpd.launch(str(golden_llama3), apart(transport, checksum)) as server:
+    with jpd.launch(str(golden_llama3), apart(transport, checksum, layer_groups)) as server:
         answers = server.generate(prompts, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         for answer, greedy in zip(answers, expected["greedy"], strict=True):
             assert list(answer.token_ids) == greedy.tolist()

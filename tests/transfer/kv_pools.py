@@ -91,18 +91,21 @@ def piece_of(
     start: int = 0,
     num_pages: int | None = None,
     offered_time: float | None = None,
+    layers: range = range(NUM_LAYERS),
 ) -> KVPiece:
     """Pages of `side`, gathered."""
     if num_pages is None:
         num_pages = len(page_ids) * side.cache.spec.page_size // wire.page_size
     return KVPiece(
         attempt_id=attempt_id,
+        layer_start=layers.start,
+        num_layers=len(layers),
         destination=destination,
         page_start=page_start,
         num_pages=num_pages,
-        arrays=side.moves.gather(side.cache, page_ids, wire, start, num_pages),
+        arrays=side.moves.gather(side.cache, page_ids, wire, start, num_pages, layers),
         wire=wire,
-        num_bytes=wire.num_bytes(num_pages),
+        num_bytes=wire.num_bytes(num_pages) * len(layers) // NUM_LAYERS,
         is_last=True,
         offered_time=time.monotonic() if offered_time is None else offered_time,
     )
@@ -127,11 +130,6 @@ def pull(
 def assert_same_piece(piece: KVPiece, arrived: ArrivedPiece) -> None:
     """For wires that are not cut."""
     assert arrived.error is None
-    assert (arrived.attempt_id, arrived.page_start, arrived.num_pages, arrived.num_bytes) == (
-        piece.attempt_id,
-        piece.page_start,
-        piece.num_pages,
-        piece.num_bytes,
-    )
+    assert (arrived.where, arrived.num_bytes) == (piece.where, piece.num_bytes)
     for sent, received in zip(piece.arrays, arrived.arrays, strict=True):
         np.testing.assert_array_equal(np.asarray(sent), np.asarray(received))

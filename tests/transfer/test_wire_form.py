@@ -77,7 +77,7 @@ def test_d16_a_piece_that_was_altered_in_flight_is_an_error(
         assert len(arrived.arrays) == kv_pools.NUM_LAYERS * wire.strands
     else:
         assert isinstance(arrived.error, TransferError) and arrived.arrays == ()
-        assert "pages 0+2 of a: checksum differs" in str(arrived.error)
+        assert "pages 0+2, layers 0+2 of a: checksum differs" in str(arrived.error)
 
 
 def test_any_bit_anywhere_changes_the_sum_of_its_part_only() -> None:

@@ -32,19 +32,23 @@ class DevicePool(PaperPool):
 
     def __init__(self, num_pages: int, page_size: int, device: int) -> None:
         super().__init__(num_pages, page_size)
-        self.wire = Wire(1, page_size, tuple(range(1, num_pages + 1)), token_bytes=4, dtype="int32")
+        self.wire = Wire(1, page_size, tuple(range(1, num_pages + 1)), token_bytes=8, dtype="int32")
         devices = jax.devices()[device : device + 1]
         self.mesh: Mesh = make_worker_mesh(devices, tensor=1, expert=1, num_cached_heads=1)
 
-    def gather(self, attempt_id: str, page_ids: Sequence[int]) -> tuple[jax.Array, ...]:
-        pages = np.array([self.pages[page] for page in page_ids], np.int32)
+    def gather(
+        self, attempt_id: str, page_ids: Sequence[int], layers: range
+    ) -> tuple[jax.Array, ...]:
         sharding = NamedSharding(self.mesh, PartitionSpec())
-        return (jax.device_put(pages[:, :, None, None], sharding),)
+        found = ([self.layers[layer][page] for page in page_ids] for layer in layers)
+        arrays = [np.array(pages, np.int32)[:, :, None, None] for pages in found]
+        return tuple(jax.device_put(arrays, sharding))
 
-    def scatter(self, arrays: Sequence[jax.Array], page_ids: Sequence[int]) -> None:
-        pages = np.asarray(arrays[0])[:, :, 0, 0].tolist()
-        for page_id, page in zip(page_ids, pages, strict=True):
-            self.pages[page_id][:] = page
+    def scatter(self, arrays: Sequence[jax.Array], page_ids: Sequence[int], layers: range) -> None:
+        for layer, array in zip(layers, arrays, strict=True):
+            pages = np.asarray(array)[:, :, 0, 0].tolist()
+            for page_id, page in zip(page_ids, pages, strict=True):
+                self.layers[layer][page_id][:] = page
 
 
 class WatchedPrefill(PaperPrefill):

@@ -153,7 +153,9 @@ async def test_a10_a_piece_that_cannot_be_offered_fails_the_prefill_not_the_work
 
     async with fleet(transfer_wrapper=lambda inner: Refusing(inner, ())) as running:
         unlucky = attempt_of(range(20), attempt_id="unlucky")
-        with pytest.raises(TransferError, match="pages 2.2 cannot be sent: OSError"):
+        with pytest.raises(
+            TransferError, match="pages 2.2, layers 0.2 of unlucky cannot be sent: OSError"
+        ):
             await running.run(unlucky)
         fine = attempt_of(range(20))
         assert await running.run(fine) == reference(fine)

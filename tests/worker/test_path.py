@@ -90,7 +90,9 @@ async def test_a_prefix_is_sent_once_and_computed_once() -> None:
         ]
         tokens += [token for event in events for token in event.token_ids]
         assert tokens == reference(follow_up)
-        assert events[0].kv_bytes == 4 * 4  # one page of four int32: the rest was there
+        assert (
+            events[0].kv_bytes == 2 * 4 * 4
+        )  # of two layers a page of four int32: the rest was there
         await running.assert_at_rest()
 
 
@@ -102,7 +104,7 @@ async def test_the_first_event_tells_when_the_kv_was_complete() -> None:
         before = time.monotonic()
         first = await running["prefill-0"].client.prefill(attempt, reservation)
         events = [event async for event in client.decode(attempt.attempt_id, first.token_id)]
-        assert events[0].token_ids == () and events[0].kv_bytes == 3 * 4 * 4
+        assert events[0].token_ids == () and events[0].kv_bytes == 3 * 2 * 4 * 4
         assert before <= events[0].kv_complete_time <= time.monotonic()
         assert all(event.kv_complete_time is None for event in events[1:])
         assert [event.finish_reason for event in events[1:]] == [None, "length"]
