@@ -10,7 +10,7 @@ from jpd.worker.protocol import Attempt
 from tests.worker.fleet import TestFleet, attempt_of, fleet
 from tests.worker.paper import Gate, reference
 
-PAGE_SIZE, PAGE_BYTES = 4, 4 * 4
+PAGE_SIZE, PAGE_BYTES = 4, 2 * 4 * 4  # of two layers four int32
 FIRST = tuple(range(10))
 
 
