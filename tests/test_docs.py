@@ -1,5 +1,6 @@
 """The guides: mesh files through the reader; keys, metrics, routes and commands that exist."""
 
+import ast
 import dataclasses
 import re
 import tomllib
@@ -18,6 +19,7 @@ from jpd.frontend.page_routes import PageRoutes
 from jpd.mesh_file import DEFAULT_SLOTS, load_deployment
 from jpd.metrics import Metrics
 from jpd.nn.families import FAMILIES
+from jpd.request import RequestState
 from jpd.router.policies import POLICIES
 
 TABLES = {
@@ -122,6 +124,30 @@ def test_readme_names_commands_benchmarks_and_guides(repo: Path) -> None:
         assert f"`{name}`" in rows["jpd bench"]
     guides = {f"docs/{path.name}" for path in (repo / "docs").glob("*.md")}
     assert {name for name in rows if name.startswith("docs/")} == guides
+
+
+def test_the_life_of_a_request_names_what_is_there(repo: Path) -> None:
+    text = (repo / "README.md").read_text()
+    life = text.partition("## The life of a request")[2].partition("\n## ")[0]
+    told = re.findall(r"`([^`]+)`", life)
+    names = {name for name in told if re.fullmatch(r"[A-Za-z_]+(\.[a-z_]+)?", name)}
+    here = names_in(repo / "jpd") | {field.name for field in dataclasses.fields(config.CacheConfig)}
+    assert names - here == {"jax.device_put"}
+    states = [word for name in told if " " in name for word in name.split()]
+    assert set(states) == {state.name for state in RequestState}
+
+
+def names_in(folder: Path) -> set[str]:
+    """Functions and classes of all modules, and the methods of each class."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                methods = (item for item in node.body if hasattr(item, "name"))
+                found |= {f"{node.name}.{method.name}" for method in methods}
+    return found
 
 
 def test_mesh_files_and_commands_of_the_guide_are_real(repo: Path, tmp_path: Path) -> None:

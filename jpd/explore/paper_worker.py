@@ -18,6 +18,7 @@ from jpd.worker.client import InProcessClient
 from jpd.worker.decode_attempts import DecodeAttempts
 from jpd.worker.inbox import Call
 from jpd.worker.page_pool import PagePool
+from jpd.worker.parts import WorkerParts
 from jpd.worker.prefill_attempts import PieceSender, PrefillAttempts
 from jpd.worker.protocol import (
     Attempt,
@@ -27,7 +28,7 @@ from jpd.worker.protocol import (
     Role,
     WorkerStatus,
 )
-from jpd.worker.worker import Worker, WorkerParts
+from jpd.worker.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,9 @@ from jpd.transfer.wire import Wire
 from jpd.worker.client import InProcessClient
 from jpd.worker.decode_attempts import DecodeAttempts
 from jpd.worker.page_pool import PagePool
+from jpd.worker.parts import WorkerParts
 from jpd.worker.prefill_attempts import PieceSender, PrefillAttempts
-from jpd.worker.worker import Worker, WorkerParts
+from jpd.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import get_args
 
 from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import JpdError, WorkerError, WorkerLostError
 from jpd.guidance.guide import Mask
-from jpd.transfer.protocol import ArrivedPiece, KVTransfer, PageRequest
-from jpd.worker.decode_attempts import DecodeAttempts, DecodeSink
+from jpd.transfer.protocol import ArrivedPiece, PageRequest
+from jpd.worker.decode_attempts import DecodeSink
 from jpd.worker.idle_check import IdleCheck
 from jpd.worker.inbox import Call, Inbox
-from jpd.worker.page_pool import PagePool
-from jpd.worker.prefill_attempts import PrefillAnswer, PrefillAttempts
+from jpd.worker.parts import WorkerParts
+from jpd.worker.prefill_attempts import PrefillAnswer
 from jpd.worker.protocol import Attempt, Reservation, Role, UnknownAttemptError, WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -32,25 +30,6 @@ STALL_SECONDS = 60.0
 """While a turn takes longer than this the worker is unhealthy."""
 
 DrainAnswer = Callable[[None | Exception], None]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """What a launcher puts into a worker; a role that it was not built for is None."""
-
-    pool: PagePool
-    prefill: PrefillAttempts | None
-    decode: DecodeAttempts | None
-    destinations: frozenset[str]  # workers for whose reservations this one can prefill
-    transfer: KVTransfer
-    warm_up: Callable[[Callable[[], None]], None]
-    """Compiles everything, on the worker's thread; calls its argument between executables."""
-    num_compilations: Callable[[], int]  # since ready
-
-    @property
-    def roles(self) -> list[PrefillAttempts | DecodeAttempts]:
-        """Those it was built for."""
-        return [role for role in (self.prefill, self.decode) if role is not None]
 
 
 class Worker:
@@ -71,7 +50,7 @@ class Worker:
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name=f"worker-{name}", daemon=True)
         self._turn_listeners: list[Callable[[], None]] = []
-        self._roles = _roles_of(parts)
+        self._possible_roles = parts.possible_roles()
         self._destinations = set(parts.destinations)
         self._room_listeners: list[Callable[[], None]] = []
         self._must_stop = threading.Event()
@@ -189,7 +168,7 @@ class Worker:
             self._abandon_prefills(self._parts.decode.take_lost())
         if self._parts.prefill is not None:
             self._parts.prefill.step()
-        if not self._is_holding():
+        if not self._parts.is_holding:
             self._idle_check.run(self._turn_start_time)
         self._publish()
         self._turn_start_time = None
@@ -200,7 +179,7 @@ class Worker:
             return 0.0
         deadlines = (role.next_deadline for role in self._parts.roles)
         deadline = min(self._parts.pool.next_expiry, *deadlines)
-        if not self._is_holding():
+        if not self._parts.is_holding:
             deadline = min(deadline, self._idle_check.next_time)
         return None if deadline == float("inf") else max(deadline - self._clock(), 0.001)
 
@@ -234,7 +213,7 @@ class Worker:
 
     def _publish(self) -> None:
         """Tell what this turn did: answers of a finished drain, freed room, the status."""
-        if self._drain_answers and not self._is_holding():
+        if self._drain_answers and not self._parts.is_holding:
             answers, self._drain_answers = self._drain_answers, []
             for answer in answers:
                 answer(None)
@@ -265,11 +244,6 @@ class Worker:
     def _check_stop(self) -> None:
         if self._must_stop.is_set():
             raise WorkerLostError(self.name, "closed while it compiled")
-
-    def _is_holding(self) -> bool:
-        prefill, decode = self._parts.prefill, self._parts.decode
-        holds_prefill = prefill is not None and prefill.num_held > 0
-        return holds_prefill or (decode is not None and decode.num_slots_used > 0)
 
     # What clients ask for.
 
@@ -333,12 +307,12 @@ class Worker:
 
     def set_role(self, role: Role) -> None:
         """Change the role of an idle worker and end its draining."""
-        if self._is_holding():
+        if self._parts.is_holding:
             raise WorkerError(
                 self.name, f"set_role({role!r}): it still holds attempts, drain first"
             )
-        if role not in self._roles:
-            able = ", ".join(self._roles)
+        if role not in self._possible_roles:
+            able = ", ".join(self._possible_roles)
             reason = f"its executables are those of {able}; `roles` of its [[worker]] names others"
             raise WorkerError(self.name, f"set_role({role!r}): {reason}")
         self._role = role
@@ -389,16 +363,6 @@ class Worker:
             num_accepted_tokens=decode.num_accepted_tokens if decode else 0,
             incarnation=pool.incarnation,
             num_prefix_changes=pool.num_prefix_changes,
-            roles=self._roles,
+            roles=self._possible_roles,
             num_unknown_attempts=self._num_unknown_attempts,
         )
-
-
-def _roles_of(parts: WorkerParts) -> tuple[Role, ...]:
-    """What the worker was compiled for; a prefill worker must have somebody to prefill for."""
-    can = {
-        "prefill": parts.prefill is not None and bool(parts.destinations),
-        "decode": parts.decode is not None,
-        "colocated": parts.prefill is not None and parts.decode is not None,
-    }
-    return tuple(role for role in get_args(Role) if can[role])
