@@ -12,14 +12,18 @@ import pytest
 from jpd import config
 from jpd.cli import build_parser
 from jpd.cli_bench import BENCHMARKS
+from jpd.frontend import border, http_protocol, job
 from jpd.frontend.admin import AdminRoutes
+from jpd.frontend.http_app import DEFAULT_MAX_BODY_BYTES
 from jpd.frontend.openai_http import OpenAiRoutes
 from jpd.frontend.operations import OperationRoutes
 from jpd.frontend.page_routes import PageRoutes
+from jpd.frontend.prompts import MAX_PROMPTS
 from jpd.mesh_file import DEFAULT_SLOTS, load_deployment
 from jpd.metrics import Metrics
 from jpd.nn.families import FAMILIES
-from jpd.request import RequestState
+from jpd.request import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, RequestState
+from jpd.router import trace
 from jpd.router.policies import POLICIES
 
 TABLES = {
@@ -106,6 +110,37 @@ def test_every_route_is_told(repo: Path) -> None:
             path = route.path.replace(":path", "")
             found |= {f"{method} {path}" for method in route.methods}
     assert told == found | {"GET /docs", "GET /redoc", "GET /openapi.json"}
+
+
+def test_limits_are_told_as_they_are(repo: Path) -> None:
+    text = " ".join((repo / "docs" / "doors.md").read_text().split())
+    for told in (
+        f"at most {border.DEFAULT_MAX_CALLS:,} calls are under way (`--max-calls`)",
+        f"and {config.RouterConfig().max_waiting:,} requests wait for room",
+        f"A body has at most {DEFAULT_MAX_BODY_BYTES >> 20} MiB, a call {MAX_PROMPTS} prompts and",
+        f"{job.MAX_CHOICES_PER_PROMPT} choices of each, {job.MAX_STOPS} stop strings of",
+        f"{job.MAX_STOP_CHARS:,} characters, {MAX_STOP_TOKEN_IDS} stop ids and {MAX_LOGIT_BIASES}",
+        f"biases, an id {job.MAX_ID_CHARS} characters",
+        f"must be whole {http_protocol.REQUEST_SECONDS:g} s after its connection",
+        f"must be taken on within {http_protocol.TAKING_SECONDS:g} s",
+        f"`/timeline` for the last {trace.MAX_REQUESTS:,} that ended",
+    ):
+        assert told in text, told
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "docs"])
+def test_links_lead_somewhere(repo: Path, name: str) -> None:
+    pages = sorted((repo / name).rglob("*.md")) if (repo / name).is_dir() else [repo / name]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" in link:
+                continue
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.is_file(), f"{page.name}: {link}"
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if anchor else []
+            anchors = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in headings}
+            assert not anchor or anchor in anchors, f"{page.name}: {link}"
 
 
 def test_every_policy_and_family_is_told(repo: Path) -> None:
