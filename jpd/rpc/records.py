@@ -1,9 +1,9 @@
 """Frozen dataclasses as bytes between processes, by their type hints alone.
 
 A new field travels without a line here, as long as its kind is known; one of an unknown kind is a
-TypeError naming it, which a test of the messages finds. Both ends must have the same fields: they
-compare PROTOCOL_VERSION and fingerprints first. Knows no message. Used by worker service and
-launchers.
+TypeError naming it, which a test of the messages finds. What is read is of the kinds that the hints
+say, so that nothing else gets to a worker's thread. Both ends must have the same fields: they
+compare PROTOCOL_VERSION and fingerprints first. Knows no message. Used by services and launchers.
 """
 
 import base64
@@ -45,6 +45,16 @@ class _Codec:
 
     write: Callable[[Any], Any]
     read: Callable[[Any, float], Any]
+    plain: frozenset[type] = frozenset()  # if values travel as they are: of which types
+
+
+_PLAIN: Mapping[Any, frozenset[type]] = {
+    str: frozenset((str,)),
+    int: frozenset((int,)),
+    float: frozenset((float, int)),
+    bool: frozenset((bool,)),
+    types.NoneType: frozenset((types.NoneType,)),
+}
 
 
 def dump(record: object) -> bytes:
@@ -58,7 +68,7 @@ def load(data: bytes, kind: type[Record], clock_offset: float = 0.0) -> Record:
     hint: Any = kind
     try:
         return cast(Record, codec_of(hint).read(json.loads(data), clock_offset))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RecordError(f"not a {kind.__name__}: {error!r}") from error
 
 
@@ -67,11 +77,13 @@ def codec_of(kind: Any) -> _Codec:
     """How values of this type hint travel. Raises TypeError when they cannot."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated and MONOTONIC in inner[1:]:
-        return _Codec(_same, lambda value, offset: value + offset)
+        return _Codec(_same, _read_moment)
     if origin is Annotated:
         return codec_of(inner[0])
-    if kind in (str, int, float, bool, types.NoneType) or origin is Literal:
-        return _Codec(_same, _read_same)
+    if kind in _PLAIN:
+        return _plain(_PLAIN[kind])
+    if origin is Literal:
+        return _Codec(_same, lambda value, offset: inner[inner.index(value)])
     if kind is bytes:
         return _Codec(
             lambda value: base64.b64encode(value).decode(),
@@ -94,8 +106,26 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _read_same(value: Any, offset: float) -> Any:
-    return value
+def _read_moment(value: Any, offset: float) -> float:
+    if type(value) not in _PLAIN[float] or value != value:
+        raise TypeError(f"{value!r:.40} is no time")
+    return float(value) + offset
+
+
+def _plain(kinds: frozenset[type]) -> _Codec:
+    def read(value: Any, offset: float) -> Any:
+        _check_kinds((value,), kinds)
+        return value
+
+    return _Codec(_same, read, kinds)
+
+
+def _check_kinds(values: Any, kinds: frozenset[type]) -> None:
+    """Raises TypeError. Quick: a prompt has thousands of values."""
+    odd = set(map(type, values)) - kinds
+    if odd:
+        names = " or ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(f"a {odd.pop().__name__} instead of {names}")
 
 
 def _collection(kind: Any, origin: Any, inner: tuple[Any, ...]) -> _Codec:
@@ -108,12 +138,15 @@ def _collection(kind: Any, origin: Any, inner: tuple[Any, ...]) -> _Codec:
             ),
         )
     item = codec_of(inner[0])
-    if item.write is _same and item.read is _read_same:  # thousands of token ids
-        return _Codec(list, lambda value, offset: origin(value))
-    return _Codec(
-        lambda value: [item.write(v) for v in value],
-        lambda value, offset: origin(item.read(v, offset) for v in value),
-    )
+
+    def read(value: Any, offset: float) -> Any:
+        _check_kinds((value,), frozenset((list,)))
+        if item.plain:  # thousands of token ids
+            _check_kinds(value, item.plain)
+            return origin(value)
+        return origin(item.read(v, offset) for v in value)
+
+    return _Codec(lambda value: [item.write(v) for v in value], read)
 
 
 def _mapping(item: _Codec) -> _Codec:
@@ -132,8 +165,8 @@ def _union(kind: Any, inner: tuple[Any, ...]) -> _Codec:
             lambda value: None if value is None else codec.write(value),
             lambda value, offset: None if value is None else codec.read(value, offset),
         )
-    if all(codec.write is _same and codec.read is _read_same for codec in codecs):
-        return _Codec(_same, _read_same)
+    if all(codec.plain for codec in codecs):
+        return _plain(frozenset().union(*(codec_of(item).plain for item in inner)))
     raise TypeError(f"{kind} cannot travel: which of its kinds it is would not be known")
 
 

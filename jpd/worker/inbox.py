@@ -38,7 +38,7 @@ class Inbox:
         """All queued calls; waits for the first one up to the timeout (None: for ever)."""
         with self._changed:
             if not self._calls and not self._closed and timeout_seconds != 0:
-                self._changed.wait(timeout_seconds)
+                self._changed.wait(_bounded(timeout_seconds))
             calls = list(self._calls)
             self._calls.clear()
             return calls
@@ -51,3 +51,8 @@ class Inbox:
             self._calls.clear()
             self._changed.notify()
             return calls
+
+
+def _bounded(timeout_seconds: float | None) -> float | None:
+    """A client may give its call a million years, which a lock does not take."""
+    return None if timeout_seconds is None else min(timeout_seconds, threading.TIMEOUT_MAX)

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import itertools
+import json
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -196,3 +197,25 @@ def test_an_error_of_nobody_is_the_workers() -> None:
     assert "ZeroDivisionError: oh" in back.reason
     assert isinstance(load_error(b'["Nonsense", []]', "decode-0"), WorkerLostError)
     assert isinstance(load_error(b"\xff", "decode-0"), WorkerLostError)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("attempt_id", {"a": 1}), ("attempt_id", None), ("priority", True), ("priority", 1.5)),
+        *(("token_ids", "abc"), ("token_ids", {"1": 2}), ("token_ids", [1, "a"])),
+        *(("token_ids", [[1]]), ("deadline", "soon"), ("deadline", float("nan"))),
+        *(("cache_salt", 5), ("sampling", None), ("sampling", [])),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_where_it_is_read(field: str, value: object) -> None:
+    """Further on, on a worker's thread, it would be the end of the worker."""
+    whole = json.loads(dump(Attempt("a", (1, 2), SamplingParams(), ())))
+    assert load(json.dumps(whole).encode(), Attempt).token_ids == (1, 2)
+    with pytest.raises(RecordError, match="not a Attempt"):
+        load(json.dumps(whole | {field: value}).encode(), Attempt)
+
+
+def test_a_record_that_is_too_deep_is_refused() -> None:
+    with pytest.raises(RecordError):
+        load(b"[" * 100_000, Attempt)
