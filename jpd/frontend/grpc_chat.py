@@ -81,6 +81,7 @@ class ChatCall:
                     await self._cancel_turn()
                 continue
             await self._end_of_turn()
+            await self._responses.join()  # who takes no answers gets no further ones
             self._is_answering = True
             self._turn = asyncio.create_task(self._run_turn(self._num_turns, request))
             self._num_turns += 1
@@ -165,6 +166,7 @@ class ChatCall:
     async def _write(self) -> None:
         while (response := await self._responses.get()) is not None:
             await self._context.write(response)
+            self._responses.task_done()
 
     def _trailers(self) -> Trailers:
         return [("jpd-request-id", self._request_id), *self._timelines]

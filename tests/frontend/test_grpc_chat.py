@@ -20,6 +20,7 @@ from tests.frontend.conftest import Doors, Opened
 from tests.frontend.fake_router import FakeRouter, make_model, make_tokenizer, say
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
 CANCELLED = grpc.StatusCode.CANCELLED.value[0]
 Calls = jpd_pb2_grpc.JpdStub
 Response = jpd_pb2.ChatResponse
@@ -300,3 +301,24 @@ def test_a_blocking_client_can_chat(doors: Doors) -> None:
     assert ends == [0, 1]
     last: Request = doors.router.requests[-1]
     assert last.session_id == doors.router.requests[0].session_id is not None
+
+
+@pytest.mark.slow
+async def test_who_takes_no_answers_gets_no_further_ones(stub: Calls, doors: Doors) -> None:
+    """Each turn fails behind half a megabyte, so that the conversation does not grow."""
+    error = WorkerLostError("decode-0", "gone")
+    tokens = [97] * 200_000
+    doors.router = FakeRouter(lambda request: tokens, tokens_per_event=100_000, error=error)
+    doors.router.error_after = 1
+    num_turns, call = 60, stub.Chat()
+    for _ in range(num_turns):
+        await asyncio.wait_for(call.write(turn()), 5.0)
+    await call.done_writing()
+    seen = -1
+    while seen < len(doors.router.requests):
+        seen = len(doors.router.requests)
+        await asyncio.sleep(0.5)
+    assert seen < num_turns, "all answers are kept for a client that takes none"
+    for number in range(num_turns):
+        assert (await end_of(call, number))[-1].error.code == UNAVAILABLE
+    assert await call.read() is grpc.aio.EOF and len(doors.router.requests) == num_turns
