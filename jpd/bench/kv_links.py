@@ -85,23 +85,31 @@ def exposed_results() -> list[Result]:
     for link in LINKS:
         for num_tokens in OVERLAP_PROMPTS:
             found = overlap(num_tokens, link, token_bytes, token_seconds)
-            name = f"{OVERLAP_MODEL}, {num_tokens:,} tokens, {link.name}"
+            name = f"{OVERLAP_MODEL}, {num_tokens:,} tokens, {link.name}, worked out"
             results.append(Result(f"{name}: exposed", found.exposed_seconds / MILLI, "ms"))
             results.append(Result(f"{name}: hidden", found.hidden_seconds / MILLI, "ms"))
         for groups in LAYER_GROUPS:
             crossover = crossover_tokens(link, token_bytes, token_seconds, groups)
-            name = f"{OVERLAP_MODEL}, {link.name}: {groups} layer groups would pay from"
+            name = f"{OVERLAP_MODEL}, {link.name}, worked out: {groups} layer groups would pay from"
             results.append(Result(name, crossover, "tokens"))
     return results
 
 
 def crossover_tokens(
-    link: Link, token_bytes: int, token_seconds: float, groups: int, limit: int = CHUNK_TOKENS
+    link: Link,
+    token_bytes: int,
+    token_seconds: float,
+    groups: int,
+    *,
+    call_seconds: float = CALL_SECONDS,
+    limit: int = CHUNK_TOKENS,
 ) -> float:
     """The shortest prompt whose KV is complete earlier with groups; infinite within one chunk."""
     for num_tokens in range(16, limit + 1, 16):
         alone = overlap(num_tokens, link, token_bytes, token_seconds)
-        grouped = overlap(num_tokens, link, token_bytes, token_seconds, groups=groups)
+        grouped = overlap(
+            num_tokens, link, token_bytes, token_seconds, groups=groups, call_seconds=call_seconds
+        )
         if grouped.exposed_seconds < alone.exposed_seconds:
             return float(num_tokens)
     return float("inf")

@@ -11,7 +11,7 @@ from jpd.bench.kv_links import crossover_tokens, link_results, overlap
 from jpd.bench.kv_overlap import overlap_results
 from jpd.bench.wire_error import logits_of, wire_error_results
 from jpd.checkpoint.model_source import open_model
-from jpd.transfer.plan import Link
+from jpd.transfer.plan import LINKS, Link
 
 SLOW, FAST = Link("slow", 1000.0, "here"), Link("fast", 1e12, "here")
 
@@ -72,8 +72,15 @@ def test_what_shows_behind_a_prefill_is_measured(repo: Path) -> None:
     model = open_model(str(repo / "tests" / "golden" / "llama3"))
     loaded = load_model(model.config, model.require_source())
     results = overlap_results(loaded, (64,), num_runs=1)
-    values = {result.name.rpartition(": ")[2]: result.value for result in results}
-    assert values["prefill"] > 0 and values["transfer exposed"] + values["transfer hidden"] > 0
+    values = {result.name: result.value for result in results}
+    name = "64 tokens, in process, measured"
+    for way in (name, f"{name}, 3 layer groups"):
+        assert values[f"{way}: prefill"] > 0
+        assert values[f"{way}: transfer exposed"] + values[f"{way}: transfer hidden"] > 0
+    assert f"{name}: KV is whole earlier with groups by" in values
+    assert values["in process, measured: 3 layer groups pay from"] in (64.0, float("inf"))
+    worked_out = [name for name in values if name.startswith("from measured group times, ")]
+    assert len(worked_out) == 1 + len(LINKS)
     assert {result.unit for result in results} == {"ms", "tokens"}
 
 
