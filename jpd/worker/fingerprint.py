@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jpd.config import DeploymentConfig
 from jpd.nn.config import DecoderConfig
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from jpd.worker.protocol import Reservation
 from jpd.worker.service import Peer, Peers
 from tests.support.random_messages import RandomMessages
 from tests.support.random_records import spoilt
-from tests.worker.fakes import reference
 from tests.worker.fleet import attempt_of
+from tests.worker.paper import reference
 from tests.worker.test_remote import FINGERPRINT, Remote, remote
 
 WORKERS, IDS = ["prefill-0", "decode-0"], [f"attempt {number}" for number in range(4)]
