@@ -140,11 +140,16 @@ class Metrics:
         self.kv_pages_in_use.labels(worker).set(num_used)
         self.kv_pages_cached.labels(worker).set(num_cached)
 
-    def forget_worker(self, worker: str) -> None:
-        """It was removed: its gauges would stand still for ever."""
-        for gauge in (self.worker_up, self.kv_pages, self.kv_pages_in_use, self.kv_pages_cached):
+    def forget_pool(self, worker: str) -> None:
+        """Nobody reports it any more: its gauges would stand still for ever."""
+        for gauge in (self.kv_pages, self.kv_pages_in_use, self.kv_pages_cached):
             gauge.remove_by_labels({"worker": worker})
-        self.requests_running.remove_by_labels({"worker": worker})
+
+    def forget_worker(self, worker: str) -> None:
+        """It was removed."""
+        self.forget_pool(worker)
+        for gauge in (self.worker_up, self.requests_running):
+            gauge.remove_by_labels({"worker": worker})
 
     def observe_phases(self, timeline: Timeline, num_output_tokens: int) -> None:
         """Account for a request that ended; phases it never reached are left out."""

@@ -30,8 +30,9 @@ from jpd.worker.service import Peer, Peers
 
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
-FORGIVEN_SECONDS = 300.0
-"""A life this long: earlier ends do not count any more."""
+FORGIVEN_SECONDS = 60.0
+"""Of service, from ready on: earlier ends do not count any more. Starting is no service, however
+long it takes."""
 PEER_SECONDS = 2.0
 STOP_SECONDS = 10.0
 
@@ -48,7 +49,7 @@ class HostPlace:
     kv_address: str = ""
     handle: HostHandle | None = None
     num_restarts: int = 0
-    started_time: float = 0.0
+    ready_time: float | None = None  # None: not ready since its last start
     restart_time: float | None = None
     knows_peers: bool = True  # as they are now
     is_unwanted: bool = False
@@ -182,7 +183,7 @@ class HostSupervisor:
         self._start(place)
 
     def _start(self, place: HostPlace) -> None:
-        place.restart_time, place.started_time = None, time.monotonic()
+        place.restart_time = place.ready_time = None
         place.reason = "it is starting"
         if place.handle is not None:
             place.handle.kill()  # it has ended; what it had open is closed
@@ -215,6 +216,7 @@ class HostSupervisor:
             other.knows_peers = False
         place.knows_peers = self._tell(place, event.address)
         self._tell_peers()
+        place.ready_time = time.monotonic()
         place.address = event.address  # from now on the router finds it
         place.settled.set()
 
@@ -228,14 +230,15 @@ class HostSupervisor:
             place.settled.set()
             return
         logger.error("host %s: %s", place.name, reason)
-        if time.monotonic() - place.started_time > FORGIVEN_SECONDS:
+        now = time.monotonic()
+        if place.ready_time is not None and now - place.ready_time > FORGIVEN_SECONDS:
             place.num_restarts = 0
         if place.num_restarts >= self._launch.max_restarts:
             place.reason = f"{reason}; given up after {place.num_restarts} restarts"
             return
         pause_seconds = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0**place.num_restarts)
         place.num_restarts += 1
-        place.restart_time = time.monotonic() + pause_seconds
+        place.restart_time = now + pause_seconds
         place.reason = f"{reason}; it is started again"
 
     def _restart_due(self) -> None:

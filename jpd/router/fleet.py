@@ -247,6 +247,7 @@ class Fleet:
             _log.warning("worker %s is down: %s", worker, reason)
             entry.watch.go_down(reason)
             self._metrics.worker_up.labels(worker).set(0)
+            self._metrics.forget_pool(worker)  # until its next report
             self._note_mode()
             self._on_change()
 

@@ -120,6 +120,21 @@ def test_a_host_that_ends_comes_back_until_it_has_done_so_too_often(
     assert hosts.places["a"].address is not None and len(launcher.started) == 4
 
 
+def test_a_while_of_service_forgives_earlier_ends_and_a_slow_start_does_not(
+    hosts: HostSupervisor, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_both(hosts, launcher)
+    place = hosts.places["b"]
+    monkeypatch.setattr(module, "FORGIVEN_SECONDS", 0.0)
+    for number in range(2, 6):
+        launcher.started[number - 1].end()
+        launcher.await_start(number + 1).ready()
+        eventually(lambda: place.address is not None)
+    for number in (6, 7, 8):  # the last two of these never served
+        launcher.await_start(number).end()
+    eventually(lambda: "given up after 2 restarts" in place.reason)
+
+
 def test_what_keeps_a_host_from_starting_is_raised_and_the_others_end(
     hosts: HostSupervisor, launcher: FakeLauncher
 ) -> None:
