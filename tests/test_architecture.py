@@ -240,7 +240,41 @@ def test_public_names_are_documented_and_resolve() -> None:
     assert sorted(jpd.__all__) == list(jpd.__all__)
 
 
-def test_readme_names_every_file() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for module, path in FILES.items():
-        assert path.name == "__init__.py" or path.name in readme, f"{module} is not in the README"
+def files_told(tree: str) -> dict[str, set[str]]:
+    """The names of files that a drawn tree of jpd/ has in each of its folders."""
+    told: dict[str, set[str]] = {"": set()}
+    at = {2: ""}  # by indentation: whose files stand there
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        at = {depth: folder for depth, folder in at.items() if depth <= indent}
+        around = at[max(at)]
+        folder = re.match(r"([a-z]\w*)/(\s|$)", line.lstrip())
+        if folder:
+            at[indent + 2] = around = f"{around}{folder[1]}/"
+        names = re.findall(r"(?<![*/\w])\w+\.(?:py|proto)\b", line)
+        told.setdefault(around, set()).update(names)
+    return told
+
+
+def test_the_tree_of_the_code_has_every_file_in_its_folder() -> None:
+    text = (ROOT / "docs" / "code.md").read_text()
+    told = files_told(text.partition("```\njpd/\n")[2].partition("\nmodels/")[0])
+    found: dict[str, set[str]] = {}
+    for path in (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.proto")):
+        if path.name != "__init__.py" and "_pb2" not in path.name:
+            folder = path.relative_to(PACKAGE).parent.as_posix() + "/"
+            found.setdefault("" if folder == "./" else folder, set()).add(path.name)
+    for folder in found:
+        assert told.get(folder) == found[folder], folder
+    assert {folder for folder in told if told[folder]} == set(found)
+
+
+def test_the_readme_draws_every_folder_with_its_layer() -> None:
+    text = (ROOT / "README.md").read_text()
+    tree = text.partition("```\njpd/\n")[2].partition("\nmodels/")[0]
+    told = re.findall(r"^  (\w+)/ +(\d+) ", tree, re.MULTILINE)
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    layers = [
+        (name, str(layer)) for layer, names in LAYERS.items() for name in names if name in folders
+    ]
+    assert sorted(told) == sorted(layers)

@@ -203,7 +203,7 @@ def test_every_dependency_has_its_reason(repo: Path) -> None:
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     names = {re.split(r"[<>=]", line)[0] for lines in lists for line in lines}
     wanted = {name for name in names if not name.startswith("jpd[")}
-    table = (repo / "README.md").read_text().partition("## Built on")[2]
+    table = (repo / "docs" / "code.md").read_text().partition("## Built on")[2]
     told = {
         name
         for row in re.findall(r"^\| ([^|]+) \| ", table, re.MULTILINE)
