@@ -150,7 +150,7 @@ class LaunchConfig:
     """How hosts are started and kept running."""
 
     kind: LaunchKind = "inprocess"
-    max_restarts: int = 10  # of a host that ended by itself; a minute of service forgives earlier ends
+    max_restarts: int = 10  # of a host that ended by itself; a minute of service forgives them
     start_timeout_seconds: float = 1800.0  # until a host has loaded and compiled everything
     ray_address: str | None = None  # None: this machine's cluster, started when there is none
     placement: Placement = "spread"  # ray: hosts on different nodes, or together where they fit
