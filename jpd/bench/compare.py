@@ -3,7 +3,9 @@
 1. Three deployments run at once and take turns, one working while two idle: coupled with whole
    prompts, coupled with chunked prefill, disaggregated. Each has a host on each core.
 2. Every shape of load goes to each of them in turn, with the same arrivals and the same prompts.
-3. Of all rounds together: what clients saw, who is best at what, and what moving KV takes.
+3. In a full run the goodput of each is searched from there on, a probe of each by turns; a quick
+   run has no time for it and tells how many met their targets at its one rate.
+4. Of all rounds together: what clients saw, who is best at what, and what moving KV takes.
 
 Rates and targets follow from what a request takes alone, so that they fit any machine and model.
 """
@@ -13,8 +15,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from jpd.bench.api_sender import ApiSender, Launch
+from jpd.bench.goodput import Goodput, Probe, goodput_name, narrowed
 from jpd.bench.latency import (
     Outcome,
     Slo,
@@ -54,10 +58,11 @@ class Shape:
     output_share: float
 
 
-SHAPES = (
-    Shape("long prompts, short answers", 0.6, 0.03),
-    Shape("short prompts, long answers", 0.05, 0.2),
-)
+LONG_PROMPTS = Shape("long prompts, short answers", 0.6, 0.03)
+LONG_ANSWERS = "short prompts, long answers"
+SHAPES = (LONG_PROMPTS, Shape(LONG_ANSWERS, 0.05, 0.2))
+SHORT_SHAPES = (LONG_PROMPTS, Shape(LONG_ANSWERS, 0.05, 0.125))
+"""In less time."""
 MIXED = "both at once"
 """Requests of both shapes by turns: answers run while long prompts come."""
 
@@ -67,12 +72,18 @@ class Effort:
     """How much is sent."""
 
     sizes: Sizes
+    shapes: Sequence[Shape]
     num_requests: int  # of a shape, to each mode, in each round
     num_rounds: int
+    num_probes: int  # of each mode and shape, at other rates, in search of the goodput
 
 
-FULL = Effort(Sizes(1024, 640, 128, 16, slots=8, sequences=8, context_buckets=(1024,)), 24, 3)
-QUICK = Effort(Sizes(256, 160, 32, 16, slots=8, sequences=8, context_buckets=(256,)), 6, 1)
+FULL = Effort(
+    Sizes(1024, 640, 128, 16, slots=8, sequences=8, context_buckets=(1024,)), SHAPES, 24, 3, 4
+)
+QUICK = Effort(
+    Sizes(256, 160, 32, 16, slots=8, sequences=8, context_buckets=(256,)), SHORT_SHAPES, 6, 1, 0
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,7 @@ class Compared:
     rate: float
     slo: Slo
     modes: Mapping[str, Sequence[Outcome]]
+    goodputs: Mapping[str, Goodput]  # its first probe is the load itself
 
 
 def run(
@@ -101,10 +113,10 @@ async def measure(
     senders: Mapping[str, Sender], vocab_size: int, effort: Effort, say: Say
 ) -> list[Compared]:
     """Both shapes alone, then mixed."""
-    specs = {shape.name: _workload(shape, vocab_size, effort) for shape in SHAPES}
+    specs = {shape.name: _workload(shape, vocab_size, effort) for shape in effort.shapes}
     alone = {name: await _alone(senders[CHUNKED], spec) for name, spec in specs.items()}
     for mode in (DISAGGREGATED, WHOLE):
-        await _alone(senders[mode], specs[SHAPES[0].name])  # first uses are not counted
+        await _alone(senders[mode], specs[LONG_PROMPTS.name])  # first uses are not counted
     compared = [
         await _compare(name, [spec], [alone[name]], senders, effort, say)
         for name, spec in specs.items()
@@ -155,7 +167,22 @@ async def _compare(
         for mode, sender in senders.items():
             say(f"{name}, {rate:.2g}/s: {mode}, round {number + 1} of {effort.num_rounds} ...")
             modes[mode] += await run_load(sender, at_rate(requests, rate), TIMEOUT_SECONDS)
-    return Compared(name, rate, slo, modes)
+    goodputs = {
+        mode: Goodput((Probe(rate, attainment(outcomes, slo)),)) for mode, outcomes in modes.items()
+    }
+    for number in range(effort.num_rounds, effort.num_rounds + effort.num_probes):
+        requests = by_turns([make_workload(spec, number) for spec in specs])
+        for mode, sender in senders.items():
+            probe = partial(_probe, sender, requests, slo)
+            goodputs[mode] = await narrowed(goodputs[mode], probe)
+            say(f"{name}: {mode}, goodput {goodputs[mode].rate:.2g}/s or more ...")
+    return Compared(name, rate, slo, modes, goodputs)
+
+
+async def _probe(
+    sender: Sender, requests: Sequence[PlannedRequest], slo: Slo, rate: float
+) -> float:
+    return attainment(await run_load(sender, at_rate(requests, rate), TIMEOUT_SECONDS), slo)
 
 
 def by_turns(workloads: Sequence[Sequence[PlannedRequest]]) -> list[PlannedRequest]:
@@ -169,7 +196,22 @@ def compare_results(compared: Compared) -> list[Result]:
     for mode, outcomes in compared.modes.items():
         name = f"{compared.name}, {compared.rate:.2g}/s: {mode}"
         results += latency_results(name, outcomes, compared.slo)
+    results += goodput_results(compared)
     return [*results, *ratio_results(compared), *transfer_results(compared)]
+
+
+def goodput_results(compared: Compared) -> list[Result]:
+    """Of each mode; without a search what is known of it: how many met both targets at one rate."""
+    results = []
+    for mode, goodput in compared.goodputs.items():
+        (first, *others) = goodput.probes
+        if others:
+            name, value, unit = goodput_name(goodput), goodput.rate or goodput.lowest, "requests/s"
+        else:
+            name = f"goodput not searched; both targets met at {first.rate:.2g}/s"
+            value, unit = 100 * first.attainment, "%"
+        results.append(Result(f"{compared.name}: {mode}: {name}", value, unit))
+    return results
 
 
 def ratio_results(compared: Compared) -> list[Result]:

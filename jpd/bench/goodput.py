@@ -2,7 +2,8 @@
 
 1. From a first rate, double while enough requests meet them, or halve until enough do.
 2. Then halve the interval, on a logarithmic scale, until it is narrow or the probes are spent.
-Assumes that a higher rate is never easier. Knows no server. Called by the benchmark `serve`.
+Assumes that a higher rate is never easier. Knows no server. Called by the benchmarks `serve` and
+`compare`.
 """
 
 import math
@@ -43,6 +44,11 @@ class Goodput:
         return min((p.rate for p in self.probes if not p.is_good), default=math.inf)
 
     @property
+    def lowest(self) -> float:
+        """The lowest rate that was tried: with a rate of 0 the goodput is below it."""
+        return min(probe.rate for probe in self.probes)
+
+    @property
     def is_found(self) -> bool:
         """False: the probes were spent before the interval was narrow."""
         return self.rate > 0.0 and self.bad <= self.rate * PRECISION
@@ -54,11 +60,24 @@ Measure = Callable[[float], Awaitable[float]]
 
 async def search_goodput(measure: Measure, first_rate: float, max_probes: int) -> Goodput:
     """At most `max_probes` loads, the first at `first_rate`."""
-    found, rate = Goodput(()), first_rate
-    while len(found.probes) < max_probes and not found.is_found:
-        found = Goodput((*found.probes, Probe(rate, await measure(rate))))
-        rate = next_rate(found)
+    found = Goodput((Probe(first_rate, await measure(first_rate)),))
+    for _ in range(max_probes - 1):
+        found = await narrowed(found, measure)
     return found
+
+
+async def narrowed(found: Goodput, measure: Measure) -> Goodput:
+    """With one more probe, unless it is narrow enough."""
+    if found.is_found:
+        return found
+    rate = next_rate(found)
+    return Goodput((*found.probes, Probe(rate, await measure(rate))))
+
+
+def goodput_name(found: Goodput) -> str:
+    """What the number is: found, or a bound of it."""
+    known = "" if found.is_found else ", not narrowed further" if found.rate else ", below"
+    return f"goodput: rate at which 90 % meet both{known}"
 
 
 def next_rate(found: Goodput) -> float:

@@ -51,7 +51,7 @@ class Effort:
 
 
 FULL = Effort(warm_seconds=3.0, alone_seconds=10.0, loaded_seconds=20.0, rounds=3)
-QUICK = Effort(warm_seconds=2.0, alone_seconds=4.0, loaded_seconds=8.0, rounds=2)
+QUICK = Effort(warm_seconds=1.0, alone_seconds=3.0, loaded_seconds=4.0, rounds=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jpd.bench.goodput import Goodput, search_goodput
+from jpd.bench.goodput import Goodput, goodput_name, search_goodput
 from jpd.bench.latency import Outcome, Slo, attainment, latency_results
 from jpd.bench.open_loop import Sender, run_load
 from jpd.bench.results import Result, Say
@@ -81,11 +81,9 @@ def served_results(plan: LoadPlan, served: Served) -> list[Result]:
     if plan.max_probes == 1:
         return results
     found = served.goodput
-    known = "" if found.is_found else ", not narrowed further" if found.rate else ", below"
-    rate = found.rate or min(probe.rate for probe in found.probes)
     return [
         *results,
-        Result(f"goodput: rate at which 90 % meet both{known}", rate, "requests/s"),
+        Result(goodput_name(found), found.rate or found.lowest, "requests/s"),
         *(
             Result(f"goodput: met at {probe.rate:.3g}/s", probe.attainment * 100, "%")
             for probe in sorted(found.probes, key=lambda probe: probe.rate)

@@ -8,18 +8,22 @@ from jpd.bench.compare import (
     MIXED,
     QUICK,
     SHAPES,
+    Compared,
     by_turns,
     compare_results,
+    goodput_results,
     measure,
     verdicts,
 )
+from jpd.bench.goodput import Goodput, Probe
+from jpd.bench.latency import Outcome, Slo
 from jpd.bench.results import Result
 from jpd.bench.two_cores import CHUNKED, DISAGGREGATED, WHOLE, deployments
 from jpd.bench.workloads import PlannedRequest
 from tests.bench.serial_server import SerialServer
 from tests.router.virtual_time import virtual
 
-EFFORT = replace(QUICK, num_requests=20, num_rounds=2)
+EFFORT = replace(QUICK, shapes=SHAPES, num_requests=20, num_rounds=2, num_probes=3)
 
 
 @virtual
@@ -35,16 +39,32 @@ async def test_where_prompts_stall_answers_disaggregation_wins_their_gaps() -> N
     assert [one.name for one in compared] == [*(shape.name for shape in SHAPES), MIXED]
     for one in compared:
         assert {len(outcomes) for outcomes in one.modes.values()} == {40}
+        for mode in servers:
+            first, *others = one.goodputs[mode].probes
+            assert first.rate == one.rate and others, "the load itself begins the search"
     sent = [[request.token_ids for request in server.sent[2:]] for server in servers.values()]
     assert sent[1][-100:] == sent[0][-100:] == sent[2][-100:], "all modes get the same"
     results = [result for one in compared for result in compare_results(one)]
     values = {result.name: result.value for result in results}
     gap = values[f"{MIXED}: disaggregated / coupled, ITL p99"]
     assert gap == pytest.approx(0.12 / 1.1, rel=0.2)
+    found = [name for name in values if f"{MIXED}: {WHOLE}: goodput: rate at which" in name]
+    assert len(found) == 1
     assert values[f"{MIXED}: KV moved by a request"] == 1.0
     assert values[f"{MIXED}: after the first token KV still took"] == pytest.approx(50.0)
     assert 0.0 < values[f"{MIXED}: of a request's time, that was"] < 5.0
     assert f"{MIXED}: ITL p99 x {gap:.2f}" in verdicts(results)[0]
+
+
+def test_a_quick_run_says_that_it_searched_no_goodput() -> None:
+    met, missed = Outcome(0.0, 0.0, (0.5, 0.6), 2, 2, 0.6), Outcome(0.0, 0.0, (3.0, 3.1), 2, 2, 3.1)
+    slo = Slo(1.0, 1.0)
+    quick = Compared(
+        "mixed", 2.0, slo, {WHOLE: [met, missed]}, {WHOLE: Goodput((Probe(2.0, 0.5),))}
+    )
+    (result,) = goodput_results(quick)
+    assert result.name == f"mixed: {WHOLE}: goodput not searched; both targets met at 2/s"
+    assert (result.value, result.unit) == (50.0, "%")
 
 
 def test_verdicts_follow_from_ratios_alone() -> None:
