@@ -66,16 +66,14 @@ def _engine(options: argparse.Namespace) -> Sequence[Result]:
 
 
 def _peers(options: argparse.Namespace) -> Sequence[Result]:
-    model = open_model(options.model)
-    ensure_cpu_devices(1)
-    enable_compilation_cache(cache_folder() / "xla")
-    return peers.run(model, say, is_quick=options.quick)
+    return peers.run(options.model, say, is_quick=options.quick)
 
 
 def _speculation(options: argparse.Namespace) -> Sequence[Result]:
     model, deployment = load_pair(options)
+    effort = speculation.QUICK if options.quick else speculation.FULL
     with launch(model, deployment, engine=speculation.ENGINE, progress=ProgressLine()) as server:
-        return speculation.run(server)
+        return speculation.run(server, effort)
 
 
 def _interference(options: argparse.Namespace) -> Sequence[Result]:
@@ -117,6 +115,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 PLOTTED = ("serve", "interference", "compare")
+APART = ("peers", "soak")
+"""What `all` leaves out: other programs, and what takes as long as one likes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +190,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def _all(options: argparse.Namespace) -> list[Result]:
-    """All but the soak; peers where one is installed."""
+    """All but the soak and the peers."""
     if options.docs and not Path(publish.README).is_file():
         rule = "is for a checkout of jpd, to be run in its folder"
         raise ConfigError([Problem("jpd bench all", "--docs", str(Path.cwd()), rule)])
@@ -202,9 +202,7 @@ def _all(options: argparse.Namespace) -> list[Result]:
         is_drawn = name in PLOTTED and can_draw()
         return found + (["--plot", str(folder / name)] if is_drawn else [])
 
-    names = [name for name in BENCHMARKS if name != "soak"]
-    if not peers.is_any_installed():
-        names.remove("peers")
+    names = [name for name in BENCHMARKS if name not in APART]
     results = run_all.run_each(names, options_of, folder, say)
     if options.docs:
         for path in publish.publish(Path()):

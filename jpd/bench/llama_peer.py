@@ -31,8 +31,6 @@ def is_installed() -> bool:
 class LlamaCppPeer:
     """One model; a context for as many sequences as the largest batch has."""
 
-    name = "llama.cpp, 4-bit file"
-
     def __init__(self, path: Path, num_sequences: int, num_tokens: int) -> None:
         """Each sequence has room for `num_tokens`. Raises ConfigError for a file it cannot read."""
         self._lib: Any = importlib.import_module("llama_cpp")
@@ -66,23 +64,25 @@ class LlamaCppPeer:
         return context
 
     def prefill_seconds(self, num_tokens: int, num_prompts: int) -> float:
-        """Prompts one after the other to their first tokens."""
+        """Prompts, packed into batches, to their first tokens."""
         self._clear()
         start = time.perf_counter()
-        for sequence in range(num_prompts):
-            self._prefill(sequence, num_tokens)
+        self._prefill(num_tokens, num_prompts)
         return time.perf_counter() - start
 
     def decode_seconds(self, batch: int, context: int, num_steps: int) -> float:
         """Per step, of rows that all hold `context` tokens before the first.
 
-        Called again for the same rows it goes on with them: they hold a few tokens more.
+        Called again for the same rows it goes on with them: they hold a few tokens more. All rows
+        hold the same prompt, computed once.
         """
         places = range(batch)
         if len(self._rows) != batch or not context <= self._length <= context + MARGIN_TOKENS // 2:
             self._clear()
-            self._rows = [self._prefill(sequence, context) for sequence in places]
-            self._length = context
+            self._rows, self._length = self._prefill(context, 1) * batch, context
+            memory = self._lib.llama_get_memory(self._context)
+            for sequence in places[1:]:
+                self._lib.llama_memory_seq_cp(memory, 0, sequence, -1, -1)
         start = time.perf_counter()
         for _ in range(num_steps):
             self._run([(self._rows[place], self._length, place, True) for place in places])
@@ -90,17 +90,19 @@ class LlamaCppPeer:
             self._length += 1
         return (time.perf_counter() - start) / num_steps
 
-    def close(self) -> None:
-        self._lib.llama_batch_free(self._batch)
-        self._lib.llama_free(self._context)
-        self._lib.llama_model_free(self._model)
-
-    def _prefill(self, sequence: int, num_tokens: int) -> int:
-        """The first token."""
-        for start in range(0, num_tokens, PROMPT_BATCH):
-            end = min(start + PROMPT_BATCH, num_tokens)
-            self._run([(3 + n % 1000, n, sequence, n == num_tokens - 1) for n in range(start, end)])
-        return self._choose(end - start - 1)
+    def _prefill(self, num_tokens: int, num_prompts: int) -> list[int]:
+        """The first token of each."""
+        rows = [
+            (3 + place % 1000, place, sequence, place == num_tokens - 1)
+            for sequence in range(num_prompts)
+            for place in range(num_tokens)
+        ]
+        tokens = []
+        for start in range(0, len(rows), PROMPT_BATCH):
+            batch = rows[start : start + PROMPT_BATCH]
+            self._run(batch)
+            tokens += [self._choose(place) for place, row in enumerate(batch) if row[-1]]
+        return tokens
 
     def _run(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
         """Rows of token, position, sequence, and whether its logits are wanted."""

@@ -1,7 +1,8 @@
 """docs/benchmarks.md, and the figures in the README and the guide, from what benchmarks wrote.
 
 Each benchmark has a file of results in docs/benchmarks/. A page's figures stand between two markers
-and are written by nobody else; a test compares both. Called by `jpd bench all --docs`.
+and are written by nobody else; a test compares both. Called by `jpd bench all --docs`, and as a
+program after a benchmark that ran by itself.
 """
 
 import json
@@ -97,13 +98,18 @@ figures of one run.
 
 ```
 pip install 'jpd[demo,bench]'             # the model, the load generator, pictures
-pip install torch --index-url https://download.pytorch.org/whl/cpu
-pip install 'jpd[peers]'                  # builds llama.cpp: needs CMake and a C++ compiler
 jpd bench all --quick --docs              # in a checkout; each benchmark in its own process
 jpd bench soak --minutes 60 --json docs/benchmarks/soak.json
+
+pip install torch --index-url https://download.pytorch.org/whl/cpu
+pip install 'jpd[peers]'                  # builds llama.cpp: needs CMake and a C++ compiler
+jpd bench peers --quick --json docs/benchmarks/peers.json
+python -m jpd.bench.publish               # the pages again, from the files that are there
 ```
 
-Without the peers `all` leaves them out. On accelerators `serve` takes
+`all` leaves `peers` and `soak` out. Peers take turns, each in a process of its own; transformers
+computes in float32 and in bfloat16, llama.cpp in the 4 bits of the file. A point that was not
+measured in its limit says so. On accelerators `serve` takes
 `--mesh mesh_configs/colocated-gpu.toml` or a file of several GPUs; its ceilings name the device
 they were measured on.
 """
@@ -139,7 +145,8 @@ def readme_figures(documents: Documents) -> str:
 def guide_figures(documents: Documents) -> str:
     """What disaggregation changes, shape by shape, and what moving KV takes."""
     used = [documents[name] for name in ("compare", "interference") if name in documents]
-    parts = [origin(used), compare_table(documents), *verdict_lines(documents)]
+    parts = [origin(used), compare_table(documents), compared_goodput_table(documents)]
+    parts += verdict_lines(documents)
     return "\n\n".join(part for part in (*parts, gap_table(documents)) if part)
 
 
@@ -150,7 +157,8 @@ def origin(documents: Iterable[Document]) -> str:
         return "No benchmark has been run yet."
     commands = " · ".join(f"`{one['command']}` ({one['seconds']:.0f} s)" for one in facts)
     last = facts[-1]
-    versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    found = {name: version for one in facts for name, version in one["versions"].items()}
+    versions = ", ".join(f"{name} {version}" for name, version in found.items())
     return f"{commands}; {last['machine']}; {last['date']}; Python {last['python']}, {versions}."
 
 
@@ -171,10 +179,19 @@ def peer_table(documents: Documents) -> str:
     document = documents.get("peers")
     if document is None:
         return ""
-    names = list(dict.fromkeys(match[2] for match, _ in document.find(r"(decode.*each): (.*)")))
-    whats = dict.fromkeys(m[1] for m, _ in document.find(r"(prefill of.*|decode.*each): (.*)"))
-    rows = [(what, *(document.value(f"{what}: {name}") for name in names)) for what in whats]
+    found = [match for match, _ in document.find(r"((?:prefill|decode),.*each): ([^:]*)(?::.*)?")]
+    points, names = (list(dict.fromkeys(match[n] for match in found)) for n in (1, 2))
+    rows = [
+        (point, *(_tokens_per_second(document, f"{point}: {name}") for name in names))
+        for point in points
+    ]
     return table(("tokens/s", *names), rows, "l" + "r" * len(names))
+
+
+def _tokens_per_second(document: Document, name: str) -> str:
+    """Or the limit in which it was not measured."""
+    limit = document.value(late := f"{name}: not ended in")
+    return f"not in {limit} s" if document.find(re.escape(late)) else document.value(name)
 
 
 def gap_table(documents: Documents) -> str:
@@ -204,6 +221,22 @@ def compare_table(documents: Documents) -> str:
     return table(heads, rows, "l" + "r" * len(names))
 
 
+def compared_goodput_table(documents: Documents) -> str:
+    """Of each shape and mode; a quick run knows who met the targets at its one rate only."""
+    document = documents.get("compare")
+    found = [] if document is None else document.find(rf"(.*): ({'|'.join(MODES)}): (.*goodput.*)")
+    if not found:
+        return ""
+    cells = {
+        (match[1], match[2]): f"{shown(result.value)} {result.unit}" for match, result in found
+    }
+    shapes = list(dict.fromkeys(shape for shape, _ in cells))
+    rows = [(shape, *(cells.get((shape, mode), "–") for mode in MODES)) for shape in shapes]
+    is_searched = any(result.unit != "%" for _, result in found)
+    head = "goodput" if is_searched else "both targets met at the one rate of a quick run"
+    return table((head, *MODES), rows, "lrrr")
+
+
 def verdict_lines(documents: Documents) -> list[str]:
     document = documents.get("compare")
     if document is None:
@@ -223,3 +256,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], sides: str) -> st
     line = "|".join("---:" if side == "r" else "---" for side in sides)
     body = (f"| {' | '.join(cell for cell in row)} |" for row in rows)
     return "\n".join((f"| {' | '.join(heads)} |", f"|{line}|", *body))
+
+
+if __name__ == "__main__":
+    print("\n".join(f"written: {path}" for path in publish(Path())))

@@ -6,13 +6,13 @@ Greedy, one request at a time.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from jpd.bench.results import Result
 from jpd.request import Timeline
 
 MAX_DRAFTS = 4
-MAX_TOKENS = 96
 CONTEXT = 512
 ENGINE: Mapping[str, object] = {
     "max_speculative_tokens": MAX_DRAFTS,
@@ -22,7 +22,17 @@ ENGINE: Mapping[str, object] = {
 }
 """What of [engine] the server must have; few shapes to compile."""
 
-NUM_RUNS = 3
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long the answers are, and of how many runs the shortest counts."""
+
+    max_tokens: int
+    num_runs: int
+
+
+FULL = Effort(max_tokens=96, num_runs=3)
+QUICK = Effort(max_tokens=64, num_runs=2)
 
 ITEMS = "apple pear plum cherry grape lemon melon fig quince lime date olive".split()
 LIST = "".join(f"{number}. {item} tart with cream\n" for number, item in enumerate(ITEMS, 1))
@@ -54,12 +64,12 @@ class Streams(Protocol):
     ) -> Iterator[Delta]: ...
 
 
-def run(server: Streams) -> list[Result]:
+def run(server: Streams, effort: Effort) -> list[Result]:
     """`server` is launched with ENGINE."""
     results = []
     for name, prompt in PROMPTS.items():
-        plain_seconds, plain_ids, _ = _measure(server, prompt, 0)
-        seconds, token_ids, timeline = _measure(server, prompt, MAX_DRAFTS)
+        plain_seconds, plain_ids, _ = _measure(server, prompt, 0, effort)
+        seconds, token_ids, timeline = _measure(server, prompt, MAX_DRAFTS, effort)
         num_steps = len(token_ids) - 1 - timeline.num_accepted_tokens
         rate = timeline.num_accepted_tokens / max(timeline.num_draft_tokens, 1)
         num_same = next(
@@ -76,17 +86,17 @@ def run(server: Streams) -> list[Result]:
 
 
 def _measure(
-    server: Streams, prompt: str, num_drafts: int
+    server: Streams, prompt: str, num_drafts: int, effort: Effort
 ) -> tuple[float, Sequence[int], Timeline]:
     """The shortest decode time of several runs, the tokens and the timeline."""
     best = float("inf")
-    for _ in range(NUM_RUNS):
+    for _ in range(effort.num_runs):
         first_time = last_time = time.monotonic()
         token_ids: list[int] = []
         timeline: Timeline | None = None
         for delta in server.stream(
             prompt,
-            max_tokens=MAX_TOKENS,
+            max_tokens=effort.max_tokens,
             temperature=0.0,
             ignore_eos=True,
             num_speculative_tokens=num_drafts,

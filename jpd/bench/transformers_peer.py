@@ -28,7 +28,6 @@ class TransformersPeer:
     """A model of transformers in one dtype."""
 
     def __init__(self, model: Model, dtype: str) -> None:
-        self.name = f"transformers {dtype}"
         self._torch: Any = importlib.import_module("torch")
         self._transformers: Any = importlib.import_module("transformers")
         source = model.require_source()
