@@ -1,6 +1,7 @@
 """A server as a user starts it: `jpd serve` in a process of its own, on a tiny checkpoint."""
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,14 @@ class RunningServer:
     @property
     def url(self) -> str:
         return self.address.http
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children_can_be_interrupted() -> Iterator[None]:
+    """A shell has what it starts in the background ignore SIGINT, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
