@@ -10,7 +10,7 @@ from jpd.config import EngineConfig
 from jpd.engine.decode_row import DecodeRow
 from jpd.engine.prefill import PrefillTask
 from jpd.request import SamplingParams
-from tests.engine.rig import CHUNK, GOLDEN, PAGE, Rig, generate, random_prompt, rig, run_prefill
+from tests.engine.rig import CHUNK, PAGE, Rig, generate, random_prompt, rig, run_prefill
 
 pytestmark = pytest.mark.slow  # executables of their own are compiled
 
@@ -24,7 +24,8 @@ ENGINE = EngineConfig(
     max_speculative_tokens=DRAFTS,
 )
 """Few shapes to compile."""
-FAMILIES = sorted(path.name for path in GOLDEN.iterdir() if (path / "expected.npz").exists())
+KINDS = ("deepseek_v3", "gemma2", "gemma3", "gpt_oss", "llama3", "mixtral")
+"""Of attention and of layers: latent, with soft caps, in windows, with sinks, plain; experts."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=11, max_tokens=40)
 
@@ -74,8 +75,8 @@ def decode(
     return tokens, ends, (num_verified, num_right)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_gives_the_same_tokens(name: str) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_family_gives_the_same_tokens(name: str) -> None:
     on = rig(name, engine=ENGINE)
     for sampling in (GREEDY, SEEDED):
         prompt = repetitive(3, PAGE + 9)
