@@ -15,8 +15,9 @@ from jpd.transfer.protocol import ArrivedPiece, KVPiece
 from jpd.transfer.quantised import token_head_bytes
 from jpd.transfer.wire import Wire
 
-NUM_LAYERS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = 4, 8, 128, 32
-PIECE_PAGES, NUM_PIECES = 16, 4
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = 16, 8, 128, 32
+"""As many layers as the smallest of models: XLA runs few operations on one core of a CPU only."""
+PIECE_PAGES, NUM_PIECES = 8, 4
 NUM_PAGES = PIECE_PAGES * NUM_PIECES
 
 

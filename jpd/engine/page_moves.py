@@ -8,16 +8,18 @@ back as soon as it is dispatched. Knows no attempts and no transport. Called on 
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpd.cache.kv_cache import POOL_AXES, KVCache, KVSpec
 from jpd.cache.page_allocator import BIN_PAGE
-from jpd.parallel.mesh import kv_partitions, wire_view
+from jpd.parallel.mesh import wire_view
 from jpd.parallel.sharding import sharding_for
 from jpd.transfer.checksum import part_sums, parts_agree, summed
 from jpd.transfer.quantised import dequantise, quantise
@@ -32,7 +34,7 @@ class PageMoves:
     def __init__(self, spec: KVSpec, mesh: Mesh) -> None:
         self._spec, self._mesh = spec, mesh
         self._parts = spec.kv_parts or (spec.kv_width,)
-        self._replicated = NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self._replicated = NamedSharding(mesh, PartitionSpec())
         self._pool = sharding_for(mesh, POOL_AXES, spec.layer_shape)
         self._gathers: dict[tuple[Wire, int], jax.stages.Wrapped] = {}
         self._scatter = jax.jit(
@@ -140,71 +142,77 @@ class PageMoves:
         )
 
     def _gather_pages(self, layers: Arrays, units: jax.Array, wire: Wire) -> Arrays:
-        whole: list[jax.Array] = []
-        for pages in layers:
-            found = gather_units(pages, units, wire.page_size)
-            if wire.dtype == "int8":
-                whole += quantise(found, self._parts)
-            else:
-                whole.append(found.astype(wire.dtype))
-        whole = [
-            jax.lax.with_sharding_constraint(
-                array, self.wire_sharding(wire.partitions, array.shape[2])
-            )
-            for array in whole
-        ]
+        """Slice by slice: each is read where it stands, so that no byte is passed over twice."""
         arrays: list[jax.Array] = []
         for index in range(wire.slices):
-            cut = [cut_heads(array, wire, index) for array in whole]
-            arrays += cut
+            found: list[jax.Array] = []
+            for pages in self._on_each_part(partial(read_heads, wire, index), layers, units):
+                is_int8 = wire.dtype == "int8"
+                found += quantise(pages, self._parts) if is_int8 else (pages.astype(wire.dtype),)
+            cuts = [
+                jax.lax.with_sharding_constraint(
+                    array, self.wire_sharding(wire.partitions, array.shape[2])
+                )
+                for array in found
+            ]
+            arrays += cuts
             if wire.has_checksum:
-                arrays.append(part_sums(cut, wire.partitions))
+                arrays.append(part_sums(cuts, wire.partitions))
         return tuple(arrays)
 
     def _scatter_pages(self, layers: Arrays, arrays: Arrays, page_ids: jax.Array) -> Arrays:
-        """Padding goes to the bin page, so an index may occur twice."""
+        """Strand by strand, each to its heads."""
         is_quantised = arrays[0].dtype == jnp.int8
-        num_strands = len(arrays) // (len(layers) * (2 if is_quantised else 1))
-        if num_strands > 1:
-            arrays = join_strands(arrays, num_strands, kv_partitions(self._mesh))
-        if is_quantised:
-            pairs = zip(arrays[::2], arrays[1::2], strict=True)
-            arrays = tuple(dequantise(levels, scales, self._parts) for levels, scales in pairs)
-        return tuple(
-            pages.at[page_ids].set(staged.astype(pages.dtype), mode="promise_in_bounds")
-            for pages, staged in zip(layers, arrays, strict=True)
+        per_strand = len(layers) * (2 if is_quantised else 1)
+        for strand in range(len(arrays) // per_strand):
+            staged = arrays[strand * per_strand : (strand + 1) * per_strand]
+            if is_quantised:
+                pairs = zip(staged[::2], staged[1::2], strict=True)
+                staged = tuple(dequantise(*pair, self._parts) for pair in pairs)
+            write = partial(write_heads, strand)
+            layers = self._on_each_part(write, (layers, staged), page_ids)
+        return layers
+
+    def _on_each_part(
+        self, function: Callable[[Any, jax.Array], Arrays], arrays: object, places: jax.Array
+    ) -> Arrays:
+        """Call it for the heads that each device holds; what is local stays so, and in place."""
+        heads = self._pool.spec
+        local = jax.shard_map(
+            function,
+            mesh=self._mesh,
+            in_specs=(heads, PartitionSpec()),
+            out_specs=heads,
+            check_vma=False,
         )
+        found: Arrays = local(arrays, places)
+        return found
 
 
-def gather_units(pages: jax.Array, units: jax.Array, page_size: int) -> jax.Array:
-    """Pages [P, p, K, W] of one size → of another; a unit is a run of tokens that divides both."""
-    num_pages, size, heads, width = pages.shape
-    unit = math.gcd(size, page_size)
-    runs = pages.reshape(num_pages * size // unit, unit, heads, width)
-    found = runs.at[units].get(mode="promise_in_bounds")
-    return found.reshape(-1, page_size, heads, width)
+def read_heads(wire: Wire, index: int, layers: Arrays, units: jax.Array) -> Arrays:
+    """Slice `index` of the heads of pages [P, p, K, W], in pages of the wire's size.
 
-
-def join_strands(arrays: Arrays, num_strands: int, num_parts: int) -> Arrays:
-    """The arrays whose strands these are, strand by strand: a local join in each part of the pool.
-
-    Each part of an array begins with its part of the first strand.
+    A unit is a run of tokens that divides both page sizes.
     """
-    per_strand = len(arrays) // num_strands
-    joined = []
-    for index in range(per_strand):
-        strands = arrays[index::per_strand]
-        pages, page, heads, width = strands[0].shape
-        shape = (pages, page, num_parts, heads // num_parts, width)
-        whole = jnp.concatenate([strand.reshape(shape) for strand in strands], axis=3)
-        joined.append(whole.reshape(pages, page, heads * num_strands, width))
-    return tuple(joined)
+    num_pages, size, num_heads, width = layers[0].shape
+    unit, num_cut = math.gcd(size, wire.page_size), num_heads // wire.slices
+    cut = slice(index * num_cut, (index + 1) * num_cut)
+    runs = (pages.reshape(num_pages * size // unit, unit, num_heads, width) for pages in layers)
+    found = (run.at[units, :, cut].get(mode="promise_in_bounds") for run in runs)
+    return tuple(pages.reshape(-1, wire.page_size, num_cut, width) for pages in found)
 
 
-def cut_heads(array: jax.Array, wire: Wire, index: int) -> jax.Array:
-    """Of every part of the wire the slice `index`: a local cut, as parts are the major axis."""
-    if wire.slices == 1:
-        return array
-    pages, page, heads, width = array.shape
-    shape = (pages, page, wire.partitions, wire.slices, -1, width)
-    return array.reshape(shape)[:, :, :, index].reshape(pages, page, heads // wire.slices, width)
+def write_heads(
+    strand: int, layers_and_heads: tuple[Arrays, Arrays], page_ids: jax.Array
+) -> Arrays:
+    """Heads [n, p, K / strands, W] into those of pages [P, p, K, W] that are this strand's.
+
+    Padding goes to the bin page, so an index may occur twice.
+    """
+    layers, staged = layers_and_heads
+    num_heads = staged[0].shape[2]
+    place = slice(strand * num_heads, (strand + 1) * num_heads)
+    return tuple(
+        pages.at[page_ids, :, place].set(heads.astype(pages.dtype), mode="promise_in_bounds")
+        for pages, heads in zip(layers, staged, strict=True)
+    )

@@ -48,9 +48,9 @@ class KVLayout:
 class TransferPlan:
     """How KV goes from one worker's mesh to another's.
 
-    The source gathers pages in `wire_partitions` parts (its own, or fewer by a gather among its
-    devices) and cuts each in `slices`. Every target device receives one slice, or `strands` parts,
-    which it joins: its own share, or more, of which it then takes its share.
+    The source gathers pages in `wire_partitions` parts: its own, each cut in `slices`, or fewer by
+    a gather among its devices. Every target device receives one slice, or `strands` parts, which
+    it writes side by side: its own share, or more, of which it then takes its share.
     """
 
     source: KVLayout
@@ -130,11 +130,15 @@ def wire_bytes_per_token(config: DecoderConfig, wire_dtype: str) -> int:
 
 
 def plan_transfer(source: KVLayout, target: KVLayout, bytes_per_token: int) -> TransferPlan:
-    """The plan that moves the fewest bytes, of equals the one with the fewest arrays."""
+    """The plan that moves the fewest bytes, of equals the one with the fewest arrays.
+
+    The source's own parts are cut; parts that it has to regroup first travel whole.
+    """
     common = math.gcd(source.partitions, target.partitions)
+    cuts = (1, target.partitions // common) if common == source.partitions else (1,)
     plans = [
         TransferPlan(source, target, common, slices, 1, bytes_per_token)
-        for slices in dict.fromkeys((1, target.partitions // common))
+        for slices in dict.fromkeys(cuts)
     ]
     if common == target.partitions < source.partitions:
         strands = source.partitions // common

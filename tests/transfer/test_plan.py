@@ -45,15 +45,7 @@ def test_mla_caches_its_latent_once() -> None:
         (KVLayout(1, 4), KVLayout(1, 4), 1, 1, 1, 4000, 1000),  # one head on four: whole copies
         (KVLayout(1, 1), KVLayout(8, 8), 1, 8, 1, 1000, 1000),  # one sender of eight slices
         (KVLayout(2, 2), KVLayout(2, 4), 2, 1, 1, 2000, 1000),  # each half to two devices
-        (
-            KVLayout(3, 3),
-            KVLayout(2, 2),
-            1,
-            2,
-            1,
-            1000,
-            1000,
-        ),  # two slices of what one has gathered
+        (KVLayout(3, 3), KVLayout(2, 2), 1, 1, 1, 2000, 2000),  # regrouped, and whole to each
     ],
 )
 def test_what_travels(
