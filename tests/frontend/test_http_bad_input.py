@@ -2,66 +2,13 @@
 
 import json
 import logging
-from collections.abc import Iterator
 
-import httpx
 import pytest
 
-from jpd.frontend.operations import HealthReport
 from jpd.frontend.refusals import NEUTRAL_VALUES
-from tests.frontend.conftest import Doors, Opened
-from tests.frontend.fake_router import (
-    BOS,
-    EOS,
-    VOCAB_SIZE,
-    FakeRouter,
-    make_model,
-    make_tokenizer,
-)
-
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-JSON = {"content-type": "application/json"}
-
-
-def post(doors: Doors, path: str, body: bytes | str, **headers: str) -> httpx.Response:
-    content = body.encode() if isinstance(body, str) else body
-    return doors.http.post(path, content=content, headers={**JSON, **headers})
-
-
-def error_of(response: httpx.Response, status: int = 400) -> dict[str, str | None]:
-    """The error object, after checking that it is one and that the server lives on."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    body = json.loads(response.text, parse_constant=lambda name: pytest.fail(name))
-    assert list(body) == ["error"]
-    error: dict[str, str | None] = body["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
-
-
-def refused(doors: Doors, path: str, body: str, **headers: str) -> dict[str, str | None]:
-    """The error of a body that must be refused alike with and without streaming."""
-    errors = []
-    for stream in ("false", "true"):
-        response = post(doors, path, body.replace("{", f'{{"stream": {stream}, ', 1), **headers)
-        errors.append(error_of(response))
-    assert errors[0] == errors[1]
-    assert not doors.router.requests
-    return errors[0]
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [(None, "no chat template"), ("{% for %}", "is broken"), ("{{ nothing() }}", "nothing")],
-)
-def test_f11_without_a_template_that_works_only_chat_is_refused(
-    open_doors: Opened, template: str | None, words: str
-) -> None:
-    doors = open_doors(make_model(make_tokenizer(template)))
-    chat = '{"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}'
-    assert words in str(refused(doors, CHAT, chat)["message"])
-    assert post(doors, COMPLETIONS, '{"model": "tiny", "prompt": "hi"}').status_code == 200
+from tests.frontend.conftest import Doors
+from tests.frontend.fake_router import VOCAB_SIZE, FakeRouter
+from tests.frontend.raw_http import CHAT, COMPLETIONS, chat, error_of, post, refused
 
 
 @pytest.mark.parametrize(
@@ -253,20 +200,6 @@ def test_e17_odd_but_valid_text(doors: Doors, text: str) -> None:
     assert response.json()["choices"][0]["text"] == json.loads(f'"{text}"')
 
 
-def test_unknown_model(doors: Doors) -> None:
-    for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, chat("a"))):
-        error = error_of(post(doors, path, json.dumps(prompt | {"model": "gpt-4"})), 404)
-        assert error["code"] == "model_not_found" and error["param"] == "model"
-
-
-def test_unknown_route_and_method(doors: Doors) -> None:
-    error_of(doors.http.post("/v1/embeddings", json={}), 404)
-    error_of(doors.http.get("/" + "x" * 2000), 404)
-    response = doors.http.get(COMPLETIONS)
-    error_of(response, 405)
-    assert response.headers["allow"] == "POST"
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -303,174 +236,6 @@ def test_unknown_fields_are_ignored_and_logged(
         assert post(doors, COMPLETIONS, body).status_code == 200
     [record] = [record for record in caplog.records if record.name == "jpd.frontend"]
     assert "frobnicate\\n" in record.getMessage() and len(record.getMessage()) < 150
-
-
-def test_a_long_unknown_message_key_is_not_echoed_whole(doors: Doors) -> None:
-    message = {"role": "user", "content": "a", "k" * 5000: 1}
-    error = error_of(post(doors, CHAT, json.dumps({"messages": [message]})))
-    assert len(json.dumps(error)) < 1000
-
-
-def chat(text: object, role: object = "user") -> dict[str, object]:
-    return {"messages": [{"role": role, "content": text}]}
-
-
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        (None, "messages"),
-        ([], "messages"),
-        ("hi", "messages"),
-        (["hi"], "messages[0]"),
-        ([{"content": "a"}], "messages[0].role"),
-        ([{"role": "wizard", "content": "a"}], "messages[0].role"),
-        ([{"role": "tool", "content": "a"}], "messages[0].tool_call_id"),
-        ([{"role": "user"}], "messages[0].content"),
-        ([{"role": "assistant", "content": None}], "messages[0].content"),
-        ([{"role": "user", "content": 5}], "messages[0].content"),
-        ([{"role": "user", "content": []}], "messages[0].content"),
-        ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        (
-            [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
-            "messages[0].tool_calls[0]",
-        ),
-    ],
-)
-def test_e26_messages_that_are_refused(doors: Doors, messages: object, param: str) -> None:
-    assert refused(doors, CHAT, json.dumps({"messages": messages}))["param"] == param
-
-
-def test_e26_text_parts_are_joined_and_roles_kept(doors: Doors) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [
-        {"role": "developer", "content": "d"},
-        {"role": "user", "content": parts, "name": "me"},
-        {"role": "assistant", "content": "", "tool_calls": None, "refusal": None},
-    ]
-    assert post(doors, CHAT, json.dumps({"messages": messages})).status_code == 200
-    [request] = doors.router.requests
-    prompt = bytes(request.prompt_token_ids[1:]).decode()
-    assert prompt == "<system>d\n<user>ab\n<assistant>\n<assistant>"
-
-
-def test_e26_a_trailing_assistant_turn_without_a_generation_prompt(doors: Doors) -> None:
-    body = chat("so", "assistant") | {"add_generation_prompt": False}
-    assert post(doors, CHAT, json.dumps(body)).status_code == 200
-    [request] = doors.router.requests
-    assert request.prompt_token_ids == (BOS, *b"<assistant>so\n")
-
-
-def test_f11_template_that_refuses_is_a_400(open_doors: Opened) -> None:
-    templates = (
-        "{{ raise_exception('roles must alternate') }}",
-        "{% if %}",
-        "{{ messages[0].content + 1 }}",
-        None,
-    )
-    for template in templates:
-        doors = open_doors(make_model(make_tokenizer(template)))
-        error = error_of(post(doors, CHAT, json.dumps(chat("hi"))))
-        assert error["param"] == "messages"
-        assert post(doors, COMPLETIONS, '{"prompt": "hi"}').status_code == 200
-
-
-def test_max_completion_tokens_must_agree_with_max_tokens(doors: Doors) -> None:
-    body = chat("a") | {"max_tokens": 5, "max_completion_tokens": 6}
-    assert refused(doors, CHAT, json.dumps(body))["param"] == "max_completion_tokens"
-    body = chat("abcdefgh") | {"max_tokens": 5, "max_completion_tokens": 5}
-    assert post(doors, CHAT, json.dumps(body)).json()["usage"]["completion_tokens"] == 5
-
-
-def test_session_by_header_and_field(doors: Doors) -> None:
-    body = json.dumps({"prompt": "a", "session_id": "s"})
-    assert post(doors, COMPLETIONS, body, **{"x-session-id": "s"}).status_code == 200
-    error = error_of(post(doors, COMPLETIONS, body, **{"x-session-id": "t"}))
-    assert error["param"] == "session_id"
-    error = error_of(post(doors, COMPLETIONS, '{"prompt": "a"}', **{"x-session-id": "x" * 300}))
-    assert error["param"] == "session_id"
-
-
-def test_stream_options_need_a_stream(doors: Doors) -> None:
-    body = '{"prompt": "a", "stream_options": {"include_usage": true}}'
-    assert error_of(post(doors, COMPLETIONS, body))["param"] == "stream_options"
-    body = '{"prompt": "a", "stream": true, "stream_options": {"continuous_usage_stats": true}}'
-    error = error_of(post(doors, COMPLETIONS, body))
-    assert error["param"] == "stream_options.continuous_usage_stats"
-
-
-def test_body_above_the_limit(doors: Doors) -> None:
-    body = json.dumps({"prompt": "x" * (1 << 20)})
-    assert error_of(post(doors, COMPLETIONS, body), 413)["code"] == "body_too_large"
-
-    def chunks() -> Iterator[bytes]:
-        for _ in range(20):
-            yield b'{"prompt": "' + b"x" * (1 << 16)
-
-    response = doors.http.post(COMPLETIONS, content=chunks(), headers=JSON)
-    error_of(response, 413)
-    assert post(doors, COMPLETIONS, '{"prompt": "hi"}').status_code == 200
-
-
-@pytest.mark.field_report("E25")
-def test_e12_and_e25_client_request_ids_are_not_ours(
-    doors: Doors, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "jpd.http"):
-        for client_id in ("same", "same", "x" * 5000, "a\tb"):
-            response = post(doors, COMPLETIONS, '{"prompt": "a"}', **{"x-request-id": client_id})
-            assert response.status_code == 200
-            assert response.headers["x-request-id"] not in ("same", client_id)
-    ids = {request.request_id for request in doors.router.requests}
-    assert len(ids) == 4
-    assert max(len(record.getMessage()) for record in caplog.records) < 400
-
-
-def test_tokenize_and_detokenize(doors: Doors) -> None:
-    answer = doors.http.post("/tokenize", json={"prompt": "hé"}).json()
-    assert answer == {"count": 4, "max_model_len": 512, "tokens": [BOS, *"hé".encode()]}
-    answer = doors.http.post("/tokenize", json={"prompt": "h", "add_special_tokens": False})
-    assert answer.json()["tokens"] == [104]
-    answer = doors.http.post("/tokenize", json=chat("hi"))
-    assert answer.json()["tokens"] == [BOS, *b"<user>hi\n<assistant>"]
-    answer = doors.http.post("/detokenize", json={"tokens": [BOS, 104, EOS]})
-    assert answer.json() == {"prompt": "<bos>h<eos>"}
-    for path, body in (
-        ("/tokenize", {}),
-        ("/tokenize", {"prompt": "a", "messages": []}),
-        ("/tokenize", {"prompt": 5}),
-        ("/detokenize", {}),
-        ("/detokenize", {"tokens": "a"}),
-        ("/detokenize", {"tokens": [VOCAB_SIZE]}),
-        ("/detokenize", {"tokens": [1.5]}),
-    ):
-        error_of(doors.http.post(path, json=body))
-
-
-def test_f12_tokenize_gives_the_ids_that_chat_uses(doors: Doors) -> None:
-    tokens = doors.http.post("/tokenize", json=chat("hi")).json()["tokens"]
-    post(doors, CHAT, json.dumps(chat("hi")))
-    assert list(doors.router.requests[0].prompt_token_ids) == tokens
-
-
-def test_health_version_metrics_and_docs(doors: Doors) -> None:
-    response = doors.http.get("/health")
-    assert response.status_code == 200
-    assert response.json()["status"] == "ok" and response.json()["reasons"] == []
-    doors.health = HealthReport(False, "unhealthy", ("decode-0: fell over",))
-    response = doors.http.get("/health")
-    assert response.status_code == 503
-    assert response.json()["reasons"] == ["decode-0: fell over"]
-    doors.health = HealthReport(True, "degraded", ("1 compilation after ready",))
-    assert doors.http.get("/health").status_code == 200
-    assert list(doors.http.get("/version").json()) == ["version"]
-    response = doors.http.get("/metrics")
-    assert response.text == "jpd:up 1\n"
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    paths = doors.http.get("/openapi.json").json()["paths"]
-    assert {COMPLETIONS, CHAT, "/v1/models", "/health", "/tokenize"} <= set(paths)
-    assert all("422" not in verb["responses"] for path in paths.values() for verb in path.values())
 
 
 def test_i4_bad_requests_do_not_touch_a_neighbour(doors: Doors) -> None:
