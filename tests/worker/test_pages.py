@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -92,4 +93,20 @@ async def test_two_attempts_share_the_pages_of_a_prefix() -> None:
             await running["decode-0"].client.cancel(attempt.attempt_id)
         again = [attempt_of(a.token_ids, max_tokens=12) for a in attempts]
         assert await asyncio.gather(*map(running.run, again)) == [reference(a) for a in again]
+        await running.assert_at_rest()
+
+
+async def test_d06_tenants_share_no_pages_on_either_worker() -> None:
+    """Neither prompts nor answers of one salt are found under another one, or under none."""
+    async with fleet() as running:
+        first = replace(attempt_of(range(10), max_tokens=9), cache_salt="a")
+        next_turn = (*first.token_ids, *await running.run(first), 5, 6)
+        for salt, num_on_prefill, num_on_decode in ((None, 0, 0), ("b", 0, 0), ("a", 8, 16)):
+            asked = replace(attempt_of(next_turn), cache_salt=salt)
+            reservation = await running["decode-0"].client.reserve(asked)
+            assert reservation.num_cached_tokens == num_on_decode
+            await running["decode-0"].client.cancel(asked.attempt_id)
+            served = replace(asked, attempt_id=f"served-{salt}")
+            assert await running.run(served) == reference(served)
+            assert running.results[served.attempt_id].num_cached_tokens == num_on_prefill
         await running.assert_at_rest()
