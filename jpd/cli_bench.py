@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,7 +204,8 @@ def _all(options: argparse.Namespace) -> list[Result]:
         return found + (["--plot", str(folder / name)] if is_drawn else [])
 
     names = [name for name in BENCHMARKS if name not in APART]
-    results = run_all.run_each(names, options_of, folder, say)
+    limit = run_all.QUICK_SECONDS if options.quick else math.inf
+    results = run_all.run_each(names, options_of, folder, say, limit)
     if options.docs:
         for path in publish.publish(Path()):
             print(f"written: {path}")

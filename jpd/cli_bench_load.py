@@ -132,7 +132,8 @@ def make_plan(options: argparse.Namespace, served: ServedModel) -> LoadPlan:
     )
     slo = Slo(options.ttft_ms / 1000, options.tpot_ms / 1000)
     probes = options.probes or (3 if options.quick else 8)
-    return LoadPlan(workload, options.rate or 0.5, slo, probes)
+    rate = options.rate or (1.0 if options.quick else 0.5)
+    return LoadPlan(workload, rate, slo, probes)
 
 
 def compare_modes(options: argparse.Namespace) -> Sequence[Result]:

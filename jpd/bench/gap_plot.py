@@ -6,7 +6,7 @@ Called by the command line.
 from collections.abc import Sequence
 from typing import Any
 
-from jpd.bench.interference import PROMPT_TOKENS, Gaps
+from jpd.bench.interference import Gaps
 from jpd.bench.report import new_figure
 
 TITLE = "Gaps between tokens while long prompts arrive"
@@ -18,7 +18,7 @@ def draw_gaps(gaps: Sequence[Gaps]) -> Any:
     for panel, mode in zip(panels, gaps, strict=True):
         for found, colour, label in (
             (mode.alone, "tab:blue", "streams alone"),
-            (mode.loaded, "tab:orange", f"while prompts of {PROMPT_TOKENS:,} tokens arrive"),
+            (mode.loaded, "tab:orange", f"while prompts of {mode.prompt_tokens:,} tokens arrive"),
         ):
             times, seconds = zip(*found, strict=True)
             milliseconds = [second * 1000 for second in seconds]

@@ -1,8 +1,9 @@
 """`jpd bench interference`: what running streams lose while long prompts keep arriving.
 
 1. Two hosts, each pinned to a core: one prefills and one decodes, or both do both.
-2. Four streams alone, then the same streams while one prompt of 2,000 tokens follows another; and
-   so on in turns, so that their growing context, and what else the machine does, weighs on both.
+2. Four streams alone, then the same streams while one long prompt follows another; and so on in
+   turns, so that their growing context, and what else the machine does, weighs on both. Prompts
+   have 2,000 tokens, in a quick run 1,000.
 3. The gaps between their tokens, alone and under that load: p50, p99, longest, and a picture.
 
 The router shares the first core, so that the second belongs to its host alone. A prompt asks for
@@ -26,32 +27,41 @@ from jpd.config import DeploymentConfig
 
 NUM_STREAMS = 4
 STREAM_PROMPT_TOKENS = 32
-PROMPT_TOKENS = 2000
-MAX_MODEL_LEN = 2304
-SIZES = two_cores.Sizes(
-    MAX_MODEL_LEN,
-    PROMPT_TOKENS,
-    chunk=128,
-    page_size=16,
-    slots=8,
-    sequences=NUM_STREAMS + 2,
-    context_buckets=(MAX_MODEL_LEN // 2, MAX_MODEL_LEN),
-)
+CHUNK, PAGE_SIZE = 128, 16
 P99_RATIO_TARGET = 1.2
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long each phase is watched, and how often each comes."""
+    """How long prompts are, how long each phase is watched, and how often each comes."""
 
+    prompt_tokens: int
+    max_model_len: int  # streams have half of it
+    context_buckets: tuple[int, ...]
     warm_seconds: float
     alone_seconds: float
     loaded_seconds: float
     rounds: int
 
 
-FULL = Effort(warm_seconds=3.0, alone_seconds=10.0, loaded_seconds=20.0, rounds=3)
-QUICK = Effort(warm_seconds=1.0, alone_seconds=3.0, loaded_seconds=4.0, rounds=2)
+FULL = Effort(
+    2000,
+    2304,
+    (1152, 2304),
+    warm_seconds=3.0,
+    alone_seconds=10.0,
+    loaded_seconds=20.0,
+    rounds=3,
+)
+QUICK = Effort(
+    1000,
+    1280,
+    (1280,),
+    warm_seconds=1.0,
+    alone_seconds=3.0,
+    loaded_seconds=3.0,
+    rounds=2,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,7 @@ class Gaps:
     loaded: tuple[tuple[float, float], ...]
     prompts: tuple[float, ...]  # when each long prompt had its first token
     loaded_seconds: float  # of all rounds together
+    prompt_tokens: int  # of each of those
 
 
 class Delta(Protocol):
@@ -94,9 +105,18 @@ class Running(Protocol):
 Launch = Callable[[DeploymentConfig], Running]
 
 
-def deployments(cores: Sequence[int]) -> dict[str, DeploymentConfig]:
+def deployments(cores: Sequence[int], effort: Effort) -> dict[str, DeploymentConfig]:
     """By mode; each has a host on each of the two cores."""
-    return two_cores.deployments("jpd bench interference", cores, SIZES)
+    sizes = two_cores.Sizes(
+        effort.max_model_len,
+        effort.prompt_tokens,
+        CHUNK,
+        PAGE_SIZE,
+        slots=8,
+        sequences=NUM_STREAMS + 2,
+        context_buckets=effort.context_buckets,
+    )
+    return two_cores.deployments("jpd bench interference", cores, sizes)
 
 
 async def measure_gaps(mode: str, server: Streams, vocab_size: int, effort: Effort) -> Gaps:
@@ -106,11 +126,14 @@ async def measure_gaps(mode: str, server: Streams, vocab_size: int, effort: Effo
     def prompt(num_tokens: int) -> list[int]:
         return [int(token) for token in draw.integers(0, vocab_size, num_tokens)]
 
+    num_tokens = effort.max_model_len // 2 - STREAM_PROMPT_TOKENS
     times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
     arrivals, loads = list[float](), list[tuple[float, float]]()
     async with asyncio.TaskGroup() as group:
         streams = [
-            group.create_task(_stream(server, prompt(STREAM_PROMPT_TOKENS), stream_times))
+            group.create_task(
+                _stream(server, prompt(STREAM_PROMPT_TOKENS), stream_times, num_tokens)
+            )
             for stream_times in times
         ]
         while not all(times):
@@ -121,7 +144,7 @@ async def measure_gaps(mode: str, server: Streams, vocab_size: int, effort: Effo
             await asyncio.sleep(effort.alone_seconds)
             load_start = time.monotonic()
             while time.monotonic() < load_start + effort.loaded_seconds:
-                await _stream(server, prompt(PROMPT_TOKENS), arrivals, max_tokens=1)
+                await _stream(server, prompt(effort.prompt_tokens), arrivals, 1)
             loads.append((load_start, time.monotonic()))
         for stream in streams:
             stream.cancel()
@@ -136,14 +159,12 @@ async def measure_gaps(mode: str, server: Streams, vocab_size: int, effort: Effo
         tuple(found[True]),
         tuple(arrival - origin for arrival in arrivals),
         sum(load_end - load_start for load_start, load_end in loads),
+        effort.prompt_tokens,
     )
 
 
 async def _stream(
-    server: Streams,
-    prompt: Sequence[int],
-    times: list[float],
-    max_tokens: int = MAX_MODEL_LEN // 2 - STREAM_PROMPT_TOKENS,
+    server: Streams, prompt: Sequence[int], times: list[float], max_tokens: int
 ) -> None:
     stream = server.astream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     async for delta in stream:
@@ -172,15 +193,16 @@ def gap_results(gaps: Gaps) -> list[Result]:
         [g for _, g in gaps.alone], 0.99
     )
     results.append(Result(f"{gaps.mode}: ITL p99 under load / alone", ratio, "x", target))
-    rate = len(gaps.prompts) * PROMPT_TOKENS / gaps.loaded_seconds
-    results.append(Result(f"{gaps.mode}: prompts under way", rate, "tokens/s"))
+    rate = len(gaps.prompts) * gaps.prompt_tokens / gaps.loaded_seconds
+    name = f"{gaps.mode}: prompts of {gaps.prompt_tokens} tokens under way"
+    results.append(Result(name, rate, "tokens/s"))
     return results
 
 
 def run(launch: Launch, vocab_size: int, cores: Sequence[int], effort: Effort) -> list[Gaps]:
     """Every mode in turn, each with hosts of its own."""
     found = []
-    for mode, deployment in deployments(cores).items():
+    for mode, deployment in deployments(cores, effort).items():
         with launch(deployment) as server:
             found.append(asyncio.run(measure_gaps(mode, server, vocab_size, effort)))
     return found

@@ -24,6 +24,14 @@ class LatePeerError(Exception):
     """There was no answer in time; the process is gone, and the next question starts another."""
 
 
+class DeadPeerError(Exception):
+    """Its process ended by itself, as on a fault in C++; the next question starts another."""
+
+    def __init__(self, name: str, status: int | None) -> None:
+        super().__init__(f"{name} ended with status {status}")
+        self.status = status
+
+
 class PeerProcess:
     """A context manager: leaving it ends the process."""
 
@@ -52,7 +60,10 @@ class PeerProcess:
         theirs.close()
 
     def ask(self, verb: str, arguments: tuple[object, ...], timeout_seconds: float) -> Any:
-        """What its method `verb` returns. Raises LatePeerError, and what the method raises."""
+        """What its method `verb` returns.
+
+        Raises LatePeerError, DeadPeerError, ConfigError, and RuntimeError for what else it raises.
+        """
         deadline = time.monotonic() + timeout_seconds
         if self._process is None:
             self.start()
@@ -61,8 +72,8 @@ class PeerProcess:
             is_there = self._pipe.poll(max(0.0, deadline - time.monotonic()))
             found, fault = self._pipe.recv() if is_there else (None, None)
         except (EOFError, OSError):
-            status = self._end()
-            raise RuntimeError(f"{self.name} ended with status {status}") from None
+            self._process.join(1.0)
+            raise DeadPeerError(self.name, self._end()) from None
         if not is_there:
             self._end()
             raise LatePeerError(f"{self.name}: nothing after {timeout_seconds:.0f} s")

@@ -3,7 +3,8 @@
 1. Every program is loaded in a process of its own; the logits of a prompt are compared.
 2. At batch 1, 8 and 32: prompts to their first tokens, then decode steps of rows that hold 512
    tokens; tokens per second of all rows. All take turns, so that a busy machine slows all.
-3. A point has a limit and the run has one: what does not end in them is told as such.
+3. A point has a limit and the run has one: what does not end in them is told as such, and so is a
+   program that ends by itself.
 Hugging Face transformers computes in float32 as jpd does on a CPU, and in bfloat16; llama.cpp
 computes in the 4 bits of the file. Needs the extra `peers`.
 """
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from jpd.bench import llama_peer, transformers_peer
 from jpd.bench.engine_rig import EngineRig, load_model
 from jpd.bench.floor import check_plain
-from jpd.bench.peer_process import LatePeerError, PeerProcess
+from jpd.bench.peer_process import DeadPeerError, LatePeerError, PeerProcess
 from jpd.bench.results import Result, Say
 from jpd.checkpoint.model_source import Model, open_model
 from jpd.checkpoint.package_weights import cache_folder
@@ -57,7 +58,7 @@ class Asked(Protocol):
     def name(self) -> str: ...
 
     def ask(self, verb: str, arguments: tuple[object, ...], timeout_seconds: float) -> Any:
-        """Raises LatePeerError."""
+        """Raises LatePeerError and DeadPeerError."""
         ...
 
 
@@ -161,7 +162,7 @@ def compare_logits(peers: Sequence[Asked], end: float) -> list[Result]:
             continue  # with 4 bits they are others
         try:
             logits = peer.ask("logits", (PROBE_TOKENS,), end - time.monotonic())
-        except LatePeerError:
+        except (LatePeerError, DeadPeerError):
             continue
         if ours is None:
             ours = logits
@@ -181,7 +182,9 @@ def side_by_side(
         limit = max(0.0, min(effort.point_seconds, (end - time.monotonic()) / len(peers)))
         for peer, seconds in zip(peers, by_turns(point, peers, effort.rounds, limit), strict=True):
             name = f"{point.name}: {peer.name}"
-            if seconds is None:
+            if isinstance(seconds, DeadPeerError):
+                results.append(Result(f"{name}: ended by itself, status", seconds.status or 0, ""))
+            elif seconds is None:
                 results.append(Result(f"{name}: not ended in", limit, "s"))
             else:
                 results.append(Result(name, point.num_tokens / seconds, "tokens/s"))
@@ -203,9 +206,10 @@ def make_points(batches: Sequence[int], effort: Effort) -> list[Point]:
 
 def by_turns(
     point: Point, peers: Sequence[Asked], num_rounds: int, limit_seconds: float
-) -> list[float | None]:
+) -> list[float | DeadPeerError | None]:
     """The median of each after a round that warms up; None for one without a round in its limit."""
     found: list[list[float]] = [[] for _ in peers]
+    dead: dict[int, DeadPeerError] = {}
     left = [limit_seconds] * len(peers)
     for _ in range(1 + num_rounds):
         for place, peer in enumerate(peers):
@@ -217,4 +221,7 @@ def by_turns(
                 left[place] -= time.monotonic() - start
             except LatePeerError:
                 left[place] = 0.0
-    return [statistics.median(seconds[1:]) if len(seconds) > 1 else None for seconds in found]
+            except DeadPeerError as error:
+                left[place], dead[place] = 0.0, error
+    medians = [statistics.median(times[1:]) if len(times) > 1 else None for times in found]
+    return [dead.get(place, median) for place, median in enumerate(medians)]

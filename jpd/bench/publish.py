@@ -100,6 +100,7 @@ figures of one run.
 pip install 'jpd[demo,bench]'             # the model, the load generator, pictures
 jpd bench all --quick --docs              # in a checkout; each benchmark in its own process
 jpd bench soak --minutes 60 --json docs/benchmarks/soak.json
+python3 -m tests.support.command_costs    # in a fresh clone: each command and example, its memory
 
 pip install torch --index-url https://download.pytorch.org/whl/cpu
 pip install 'jpd[peers]'                  # builds llama.cpp: needs CMake and a C++ compiler
@@ -107,11 +108,14 @@ jpd bench peers --quick --json docs/benchmarks/peers.json
 python -m jpd.bench.publish               # the pages again, from the files that are there
 ```
 
-`all` leaves `peers` and `soak` out. Peers take turns, each in a process of its own; transformers
-computes in float32 and in bfloat16, llama.cpp in the 4 bits of the file. A point that was not
-measured in its limit says so. On accelerators `serve` takes
-`--mesh mesh_configs/colocated-gpu.toml` or a file of several GPUs; its ceilings name the device
-they were measured on.
+There is a section for each file that is there. `all --quick` ends what has not ended in ten
+minutes, and leaves `peers` and `soak` out. Peers take turns, each in a process of its own;
+transformers computes in float32 and in bfloat16, llama.cpp in the 4 bits of the file. A point that
+was not measured in its limit says so, and so does a program that ended by itself: where a processor
+lists AMX but the machine does not grant it, llama.cpp does, unless it is built without
+(`CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON" pip install ...`). On
+accelerators `serve` takes `--mesh mesh_configs/colocated-gpu.toml` or a file of several GPUs; its
+ceilings name the device they were measured on.
 """
 
 
@@ -156,10 +160,10 @@ def origin(documents: Iterable[Document]) -> str:
     if not facts:
         return "No benchmark has been run yet."
     commands = " · ".join(f"`{one['command']}` ({one['seconds']:.0f} s)" for one in facts)
-    last = facts[-1]
-    found = {name: version for one in facts for name, version in one["versions"].items()}
-    versions = ", ".join(f"{name} {version}" for name, version in found.items())
-    return f"{commands}; {last['machine']}; {last['date']}; Python {last['python']}, {versions}."
+    versions = [f"{name} {version}" for one in facts for name, version in one["versions"].items()]
+    pythons = [f"Python {one['python']}" for one in facts]
+    told = ([one["machine"] for one in facts], [one["date"] for one in facts], pythons + versions)
+    return "; ".join((commands, *(", ".join(dict.fromkeys(each)) for each in told))) + "."
 
 
 def engine_table(documents: Documents) -> str:
@@ -189,9 +193,11 @@ def peer_table(documents: Documents) -> str:
 
 
 def _tokens_per_second(document: Document, name: str) -> str:
-    """Or the limit in which it was not measured."""
-    limit = document.value(late := f"{name}: not ended in")
-    return f"not in {limit} s" if document.find(re.escape(late)) else document.value(name)
+    """Or why there is no such number."""
+    if document.find(re.escape(late := f"{name}: not ended in")):
+        return f"not in {document.value(late)} s"
+    is_dead = document.find(re.escape(f"{name}: ended by itself, status"))
+    return "ended by itself" if is_dead else document.value(name)
 
 
 def gap_table(documents: Documents) -> str:

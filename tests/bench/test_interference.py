@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,7 @@ import pytest
 
 from jpd.bench.gap_plot import TITLE, draw_gaps
 from jpd.bench.interference import (
-    PROMPT_TOKENS,
-    Effort,
+    FULL,
     Gaps,
     deployments,
     gap_results,
@@ -21,7 +21,7 @@ from jpd.bench.interference import (
 from jpd.bench.report import write_report
 from jpd.config import DeploymentConfig
 
-EFFORT = Effort(warm_seconds=0.05, alone_seconds=0.15, loaded_seconds=0.15, rounds=2)
+EFFORT = replace(FULL, warm_seconds=0.05, alone_seconds=0.15, loaded_seconds=0.15, rounds=2)
 STEP_SECONDS, STALL_SECONDS = 0.005, 0.05
 
 
@@ -35,7 +35,7 @@ class StallingServer:
         self, prompt: Sequence[int], *, max_tokens: int, temperature: float, ignore_eos: bool
     ) -> AsyncIterator[Any]:
         assert temperature == 0.0 and ignore_eos
-        if len(prompt) == PROMPT_TOKENS:
+        if len(prompt) == EFFORT.prompt_tokens:
             self._num_prompts += 1
             await asyncio.sleep(STALL_SECONDS)
             self._num_prompts -= 1
@@ -57,7 +57,7 @@ def gaps() -> list[Gaps]:
 
 
 def test_modes_differ_in_roles_and_chunks_only() -> None:
-    made = deployments((0, 1))
+    made = deployments((0, 1), FULL)
     assert [
         ([worker.role for worker in config.workers], config.engine.prefill_chunk)
         for config in made.values()

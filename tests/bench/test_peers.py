@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jpd.bench import llama_peer, peers, transformers_peer
-from jpd.bench.peer_process import LatePeerError, PeerProcess
+from jpd.bench.peer_process import DeadPeerError, LatePeerError, PeerProcess
 from jpd.errors import ConfigError
 from tests.bench.sleeper import Sleeper, refuse
 
@@ -15,10 +15,13 @@ FOREVER = 1e9
 
 
 class Clockwork:
-    """Takes as long as it is told to, longer the first time; late at what it is told to be."""
+    """Takes as long as it is told to, longer the first time; late, or dead, where it is told to."""
 
-    def __init__(self, name: str, seconds: float, calls: list[str], late: str = "none") -> None:
-        self.name, self._seconds, self._calls, self._late = name, seconds, calls, late
+    def __init__(
+        self, name: str, seconds: float, calls: list[str], late: str = "none", dead: str = "none"
+    ) -> None:
+        self.name, self._seconds, self._calls = name, seconds, calls
+        self._late, self._dead = late, dead
 
     def ask(self, verb: str, arguments: tuple[object, ...], timeout_seconds: float) -> Any:
         assert 0.0 < timeout_seconds <= peers.QUICK.point_seconds
@@ -26,6 +29,8 @@ class Clockwork:
         self._calls.append(call)
         if self._late in call:
             raise LatePeerError(call)
+        if self._dead in call:
+            raise DeadPeerError(self.name, -11)
         return self._seconds if self._calls.count(call) > 1 else 100.0
 
 
@@ -57,6 +62,16 @@ def test_a_point_that_does_not_end_is_told_and_the_others_are_measured() -> None
     assert len(results) == 8 and sum("b decode_seconds (1," in call for call in calls) == 1
 
 
+def test_a_peer_that_ends_by_itself_is_told_and_the_others_are_measured() -> None:
+    both = [Clockwork("a", 0.5, []), Clockwork("b", 0.5, [], dead="prefill_seconds (128, 4")]
+    results = peers.side_by_side(both, (1, 4), peers.QUICK, lambda line: None, FOREVER)
+    dead = [result for result in results if result.unit != "tokens/s"]
+    assert [(result.name, result.value) for result in dead] == [
+        ("prefill, batch 4, 128 tokens each: b: ended by itself, status", -11)
+    ]
+    assert len(results) == 8
+
+
 def test_when_the_run_is_over_every_point_is_told_and_none_is_begun() -> None:
     calls: list[str] = []
     peer = Clockwork("a", 0.5, calls)
@@ -78,7 +93,7 @@ def test_a_late_peer_is_ended_and_the_next_question_starts_another() -> None:
             peer.ask("fail", (), 60.0)
     with PeerProcess("none", refuse) as peer, pytest.raises(ConfigError, match="must be 2"):
         peer.ask("sleep", (0.0,), 60.0)
-    with PeerProcess("gone", partial(os._exit, 3)) as peer, pytest.raises(RuntimeError, match="3"):
+    with PeerProcess("gone", partial(os._exit, 3)) as peer, pytest.raises(DeadPeerError, match="3"):
         peer.ask("sleep", (0.0,), 60.0)
 
 

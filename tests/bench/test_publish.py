@@ -30,6 +30,7 @@ RESULTS = {
         Result("decode, batch 8, 512 tokens each: llama.cpp, 4-bit", 90.0, "tokens/s"),
         Result("decode, batch 32, 512 tokens each: jpd float32", 80.0, "tokens/s"),
         Result("decode, batch 32, 512 tokens each: llama.cpp, 4-bit: not ended in", 40.0, "s"),
+        Result("prefill, batch 32, 128 tokens each: jpd float32: ended by itself, status", -11, ""),
     ],
     "interference": [Result("disaggregated: ITL p99 under load / alone", 1.1, "x", 1.2)],
     "compare": [
@@ -37,6 +38,8 @@ RESULTS = {
         Result("long: disaggregated / coupled, TTFT p50", 1.5, "x"),
         Result("long: disaggregated: goodput not searched; both targets met at 2/s", 75.0, "%"),
     ],
+    "commands": [Result("make demo: peak memory", 3.21, "GiB")],
+    "soak": [Result("requests that never ended", 0.0, "", 0.0)],
     "serve": [Result("goodput: rate at which 90 % meet both", 1.75, "requests/s")],
 }
 
@@ -69,6 +72,8 @@ def test_figures_go_where_they_belong_and_all_else_stays(checkout: Path) -> None
     assert "| tokens/s | jpd float32 | llama.cpp, 4-bit |" in readme
     assert "| prefill, batch 8, 128 tokens each | 1,234 | – |" in readme
     assert "| decode, batch 32, 512 tokens each | 80 | not in 40 s |" in readme
+    assert "| prefill, batch 32, 128 tokens each | ended by itself | – |" in readme
+    assert "tests.support.command_costs" in page and "## commands" in page and "## soak" in page
     assert "| decode, batch 8, 512 tokens each | 60 | 90 |" in readme
     assert "Goodput, rate at which 90 % meet both: 1.75 requests/s." in readme
     for text in (readme, guide):
@@ -83,6 +88,15 @@ def test_figures_go_where_they_belong_and_all_else_stays(checkout: Path) -> None
     publish.publish(checkout)
     assert before == tuple(
         (checkout / name).read_text() for name in (publish.README, publish.GUIDE, publish.PAGE)
+    )
+
+
+def test_figures_of_several_machines_or_days_name_each_once() -> None:
+    facts = {"command": "c", "seconds": 1.0, "machine": "A", "date": "D", "python": "3.11"}
+    one = publish.Document("one", {**facts, "versions": {"jpd": "1"}}, [])
+    two = publish.Document("two", {**facts, "machine": "B", "versions": {"jpd": "2"}}, [])
+    assert (
+        publish.origin([one, two]) == "`c` (1 s) · `c` (1 s); A, B; D; Python 3.11, jpd 1, jpd 2."
     )
 
 
@@ -124,6 +138,21 @@ def test_each_benchmark_is_a_process_and_one_that_fails_stops_no_other(
     written: dict[str, Any] = json.loads((tmp_path / "out" / "two.json").read_text())
     assert written["all"].endswith("--of-two") and "-m jpd bench two --json" in written["all"]
     assert any("bad: exit status 2" in line for line in said)
+
+
+def test_what_has_not_ended_in_the_limit_of_all_is_ended_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, ended = tmp_path / "python", tmp_path / "ended"
+    fake.write_text(
+        f"#!/bin/sh\ntrap 'touch {ended}; exit 130' TERM\nwhile :; do sleep 0.02; done\n"
+    )
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    said: list[str] = []
+    results = run_all.run_each(("one", "two"), lambda name: [], tmp_path, said.append, 0.5)
+    assert ended.exists() and "jpd bench one: not ended in 0.5 s" in said
+    assert [r.value for r in results if r.name == "all: failed one two"] == [2]
 
 
 def test_sigterm_ends_the_benchmark_that_runs_in_good_order(
