@@ -187,7 +187,7 @@ def _read_template(path: Path) -> str:
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([Problem(str(path), path.name, str(error), "must be JSON")]) from error
     return values if isinstance(values, Mapping) else {}
 

@@ -73,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as in `jpd check | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a full disk, a name that is too long: nothing we could have known
+        where = "" if error.filename is None else f"{error.filename}: "
+        return _fail(1, f"{where}{error.strerror or error}")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -30,6 +30,7 @@ from jpd.bench.report import can_draw, check_can_draw, write_report
 from jpd.bench.results import Result, results_table, write_json
 from jpd.checkpoint.model_source import open_model
 from jpd.checkpoint.package_weights import cache_folder
+from jpd.cli_arguments import check_writable
 from jpd.cli_bench_load import (
     add_load_arguments,
     compare_modes,
@@ -165,6 +166,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         check_can_draw()
+    if options.json is not None:
+        check_writable(options.json, "jpd bench", "--json")
     start = time.monotonic()
     with sigterm_as_interrupt():
         is_all = options.name == "all"

@@ -22,6 +22,7 @@ from jpd.bench.serve import LoadPlan, Served, load_name, measure_server, served_
 from jpd.bench.server_process import ServerFailedError, ServerProcess
 from jpd.bench.workloads import WORKLOADS, WorkloadSpec
 from jpd.checkpoint.model_source import Model, open_model
+from jpd.cli_arguments import amount, count, natural, not_negative
 from jpd.cli_pair import load_pair
 from jpd.cli_progress import ProgressLine
 from jpd.config import DeploymentConfig
@@ -43,24 +44,24 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain", action="store_true", help="only OpenAI's own fields: text prompts, no ignore_eos"
     )
     group.add_argument("--workload", choices=tuple(WORKLOADS), default="poisson")
-    group.add_argument("--rate", type=float, metavar="R", help="requests/s of the first load")
-    group.add_argument("--num-requests", type=int, metavar="N", help="of each load")
-    group.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="mean")
-    group.add_argument("--output-tokens", type=int, default=32, metavar="N", help="mean")
+    group.add_argument("--rate", type=amount, metavar="R", help="requests/s of the first load")
+    group.add_argument("--num-requests", type=count, metavar="N", help="of each load")
+    group.add_argument("--prompt-tokens", type=count, default=128, metavar="N", help="mean")
+    group.add_argument("--output-tokens", type=count, default=32, metavar="N", help="mean")
     group.add_argument(
-        "--spread", type=float, default=0.5, metavar="S", help="of lengths: deviation / mean"
+        "--spread", type=not_negative, default=0.5, metavar="S", help="of lengths: deviation / mean"
     )
     group.add_argument(
-        "--burstiness", type=float, default=3.0, metavar="B", help="of bursty's gaps, likewise"
+        "--burstiness", type=amount, default=3.0, metavar="B", help="of bursty's gaps, likewise"
     )
-    group.add_argument("--ttft-ms", type=float, default=2000.0, metavar="T")
-    group.add_argument("--tpot-ms", type=float, default=300.0, metavar="T")
+    group.add_argument("--ttft-ms", type=not_negative, default=2000.0, metavar="T")
+    group.add_argument("--tpot-ms", type=not_negative, default=300.0, metavar="T")
     group.add_argument(
-        "--probes", type=int, metavar="N", help="loads of the search for the goodput; 1: none"
+        "--probes", type=count, metavar="N", help="loads of the search for the goodput; 1: none"
     )
-    group.add_argument("--max-len", type=int, metavar="N", help="if the server does not tell")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="prompts are drawn below it")
-    group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument("--max-len", type=count, metavar="N", help="if the server does not tell")
+    group.add_argument("--vocab-size", type=count, metavar="N", help="prompts are drawn below it")
+    group.add_argument("--seed", type=natural, default=0, metavar="N")
 
 
 def serve(options: argparse.Namespace) -> Sequence[Result]:

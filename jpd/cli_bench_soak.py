@@ -12,6 +12,7 @@ from jpd.bench.results import Result
 from jpd.bench.soak import Effort, Soak
 from jpd.bench.soak_requests import Draw, Limits
 from jpd.checkpoint.model_source import Model, open_model
+from jpd.cli_arguments import amount, not_negative
 from jpd.cli_bench_load import two_cores_of_ours
 from jpd.cli_progress import ProgressLine
 from jpd.config import DeploymentConfig
@@ -24,10 +25,10 @@ FIRST_TOKEN = 3
 
 def add_soak_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("soak", "traffic of every kind, and hosts that are killed")
-    group.add_argument("--minutes", type=float, default=1.0, metavar="M", help="default 1")
+    group.add_argument("--minutes", type=amount, default=1.0, metavar="M", help="default 1")
     group.add_argument(
         "--kill-seconds",
-        type=float,
+        type=not_negative,
         default=30.0,
         metavar="S",
         help="from a recovery to the next kill, default 30; 0: hosts are left alone",
@@ -39,8 +40,6 @@ def soak(options: argparse.Namespace) -> Sequence[Result]:
     if sys.platform != "linux":
         rule = "reads /proc, which only Linux has"
         raise ConfigError([Problem("jpd bench", "soak", sys.platform, rule)])
-    if not options.minutes > 0.0:
-        raise ConfigError([Problem("jpd bench", "--minutes", options.minutes, "must be above 0")])
     model = open_model(options.model)
     draw = random.Random(options.seed)
     kill = (lambda: host_killer.kill_one(draw)) if options.kill_seconds > 0.0 else None

@@ -7,6 +7,7 @@ import argparse
 import os
 import time
 
+from jpd.cli_arguments import count
 from jpd.cli_pair import make_console
 from jpd.cli_progress import counted_progress
 from jpd.explore.explorer import Story, explore, explore_seed
@@ -17,12 +18,16 @@ DEFAULT_SEEDS = 10_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seeds", type=int, default=DEFAULT_SEEDS, metavar="N", help="how many; default 10000"
+        "--seeds", type=count, default=DEFAULT_SEEDS, metavar="N", help="how many; default 10000"
     )
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first of them")
     parser.add_argument("--seed", type=int, metavar="S", help="replay this one and show its events")
     parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, metavar="P", help="default: all cores"
+        "--processes",
+        type=count,
+        default=os.cpu_count() or 1,
+        metavar="P",
+        help="default: all cores",
     )
 
 

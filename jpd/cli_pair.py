@@ -87,7 +87,7 @@ def parse_prompt(text: str) -> str | list[int]:
     """Token ids when the text is a JSON list of them, else the text. Raises RequestError."""
     try:
         value = json.loads(text) if text.lstrip().startswith("[") else text
-    except ValueError:
+    except (ValueError, RecursionError):
         return text  # it happens to begin with a bracket
     if isinstance(value, list) and not all(type(item) is int for item in value):
         raise RequestError("prompt", text, "a list must hold token ids only")

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from jpd.api import LOOPBACK, launch
 from jpd.checkpoint.model_source import Model
+from jpd.cli_arguments import check_writable, count, not_negative, port
 from jpd.cli_pair import add_pair_arguments, load_pair
 from jpd.cli_progress import ProgressLine
 from jpd.config import DeploymentConfig
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drain-seconds",
-        type=seconds,
+        type=not_negative,
         default=5.0,
         metavar="S",
         help="how long running requests may go on after a signal, default 5",
@@ -97,27 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError("a port is between 0 and 65535")
-    return value
-
-
-def count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def seconds(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError("must be a finite number of seconds, at least 0")
-    return value
-
-
 def _check_ports(host: str, numbers: Sequence[int]) -> None:
     """Learn that a port is taken now, not after the weights are loaded. Raises ConfigError.
 
@@ -130,20 +109,12 @@ def _check_ports(host: str, numbers: Sequence[int]) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, number))
-            except OSError as error:
-                rule = f"cannot listen there: {error.strerror or error}"
+            except (OSError, TypeError) as error:  # TypeError: of a name that is no host's
+                reason = error.strerror if isinstance(error, OSError) else None
+                rule = f"cannot listen there: {reason or error}"
                 problem = Problem("jpd serve", "port", f"{host}:{number}", rule)
                 raise ConfigError([problem]) from error
             probe.listen()  # two bound sockets may share a port, two that listen may not
-
-
-def _check_writable(path: Path) -> None:
-    """Learn now that the file cannot be written. Raises ConfigError."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        raise ConfigError([Problem("jpd serve", "--timeline", str(path), rule)]) from error
 
 
 def run(options: argparse.Namespace) -> int:
@@ -153,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     files = [None if name is None else Path(name) for name in (options.tls_cert, options.tls_key)]
     DoorSecurity(options.api_key, *files)  # learn what is wrong before the weights are loaded
     if options.timeline is not None:
-        _check_writable(options.timeline)
+        check_writable(options.timeline, "jpd serve", "--timeline")
     tracing = open_otlp(options.otlp_endpoint, os.environ, jpd_version())
     model, deployment = _load(options)
     print(f"loading {model.name} on {deployment.file} ...", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from jpd.api import Server, launch
 from jpd.checkpoint.model_source import Model
 from jpd.cli_against import ATOL as AGAINST_ATOL
 from jpd.cli_against import TEXTS, verify_against
+from jpd.cli_arguments import count, not_negative
 from jpd.cli_pair import add_pair_arguments, load_pair, parse_prompt
 from jpd.cli_progress import ProgressLine
 from jpd.config import DeploymentConfig
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one prompt a line: text, or a list of ids"
     )
-    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="default 32")
+    parser.add_argument("--max-tokens", type=count, default=32, metavar="N", help="default 32")
     parser.add_argument(
         "--golden", type=Path, metavar="NPZ", help="reference prompts, logits, greedy, margins"
     )
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--atol",
-        type=float,
+        type=not_negative,
         help=f"largest logit difference, default {GOLDEN_ATOL:g}; {AGAINST_ATOL:g} with --against",
     )
 

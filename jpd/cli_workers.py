@@ -6,6 +6,7 @@ Speaks to the HTTP door's /admin routes; knows no router.
 import argparse
 import http.client
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -14,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from jpd.cli_arguments import not_negative
 from jpd.cli_pair import make_console
 from jpd.errors import ConfigError, Problem, WorkerError
 
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file", type=Path, metavar="FILE", help="for a server on another machine"
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds, default 600"
+        "--timeout", type=not_negative, default=600.0, metavar="S", help="seconds, default 600"
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     actions.add_parser("list", help="every worker with its role, state and load")
@@ -75,18 +77,19 @@ def _request(options: argparse.Namespace) -> tuple[str, str, dict[str, str]]:
 
 
 def _quoted(name: str) -> str:
-    return urllib.parse.quote(name, safe="")
+    return urllib.parse.quote(os.fsencode(name), safe="")
 
 
 def _ask(options: argparse.Namespace, method: str, path: str, body: dict[str, str]) -> Any:
     """The server's answer. Raises ConfigError for what the operator can mend, WorkerError."""
-    request = urllib.request.Request(
-        f"{options.url.rstrip('/')}/admin/{path}",
-        json.dumps(body).encode() if body else None,
-        {"content-type": "application/json", **_authorization(options.token_file)},
-        method=method,
-    )
+    headers = {"content-type": "application/json", **_authorization(options.token_file)}
     try:
+        request = urllib.request.Request(
+            f"{options.url.rstrip('/')}/admin/{path}",
+            json.dumps(body).encode() if body else None,
+            headers,
+            method=method,
+        )
         with urllib.request.urlopen(request, timeout=options.timeout) as response:
             return json.loads(response.read())
     except urllib.error.HTTPError as error:

@@ -6,7 +6,7 @@ found by `jpd.guidance` when it is compiled. Read by the frontends, carried by S
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -16,6 +16,8 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "answer_o
 
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 1024
+MAX_SCHEMA_DEPTH = 120
+"""The compiler reads 128 levels, some of which are those around the arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,30 @@ def json_schema_grammar(field: str, schema: object) -> Grammar:
             raise RequestError(field, shown, f"must be a JSON schema: {error}") from None
     if not isinstance(schema, Mapping):
         raise RequestError(field, schema, "must be a JSON schema: an object")
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
+        rule = f"must be a JSON schema of at most {MAX_SCHEMA_DEPTH} levels of objects and lists"
+        raise RequestError(field, "...", rule)
     try:
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(field, "...", f"must be a JSON schema: {error}") from None
     return Grammar("json_schema", _check_text(field, text), field)
+
+
+def is_deeper(value: object, num_levels: int) -> bool:
+    """Whether there are more levels of objects and lists. Level by level: no stack to overflow."""
+    level = [value]
+    for _ in range(num_levels + 1):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inner(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def regex_grammar(field: str, pattern: object) -> Grammar:

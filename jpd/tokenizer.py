@@ -323,7 +323,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             config.update({key: value for key, value in values.items() if value is not None})
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             rule = f"must be a JSON table: {error}"
             raise ConfigError([Problem(str(path), name, "unreadable", rule)]) from error
     return config

@@ -28,6 +28,10 @@ def read_toml(path: Path) -> Mapping[str, object]:
         raise ConfigError([Problem(str(path), "file", path.name, "is not UTF-8 text")]) from error
     try:
         return tomllib.loads(text)
+    except RecursionError as error:
+        raise ConfigError(
+            [Problem(str(path), "file", path.name, "is nested too deeply")]
+        ) from error
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         lines = text.splitlines() or [""]

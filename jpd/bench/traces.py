@@ -87,7 +87,7 @@ def _told_by_line(path: Path, number: int, line: str, what: str) -> Iterator[Non
     """Raises ConfigError for what cannot be read."""
     try:
         yield
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         rule = f"must hold {what}: {error!r}"
         raise ConfigError([Problem(str(path), f"line {number}", line[:80], rule)]) from error
 

@@ -9,8 +9,9 @@ Called by the command line.
 import json
 import logging
 import os
+import re
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,8 +109,8 @@ def convert(
 
     Raises ConfigError for a bad source or a destination that exists; nothing is left behind then.
     """
-    target = Path(destination).expanduser().absolute()
-    if target.exists():
+    target = Path(os.path.expanduser(destination)).absolute()
+    if os.path.lexists(target):
         rule = "exists already: choose another name or remove it"
         raise ConfigError([Problem(str(target), "destination", target.name, rule)])
     model = open_model(source, weights=weights)
@@ -119,16 +120,19 @@ def convert(
             [Problem(source, "source", tensors.location, "is an Orbax folder already")]
         )
     params = _streamed_params(model, tensors, dtype, progress)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    partial = target.parent / f".{target.name}.partial-{uuid.uuid4().hex}"
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        partial.mkdir()
         _write_params(partial / PARAMS_NAME, params, progress)
         _write_description(partial, model, params)
         os.replace(partial, target)
-    except BaseException:
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        raise ConfigError([Problem(str(target), "destination", target.name, rule)]) from error
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
     num_bytes = sum(param.nbytes for param in params)
     return Converted(target, _num_params(params), num_bytes, _kind(model, params))
 
@@ -184,16 +188,29 @@ def _write_params(
     args = ocp.args.PyTreeSave(item=item, save_args=save_args)
     with _without_warnings("absl"):
         handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_ocdbt=False)
-        with ocp.Checkpointer(handler) as checkpointer:
+        with ocp.Checkpointer(handler) as checkpointer, _os_errors():
             checkpointer.save(folder, args=args)
 
 
 @contextmanager
+def _os_errors() -> Iterator[None]:
+    """A full disk is an OSError here too: TensorStore has it as a ValueError with its number."""
+    try:
+        yield
+    except ValueError as error:
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+
+
+@contextmanager
 def _without_warnings(logger_name: str) -> Iterator[None]:
-    """Orbax warns of things that are meant here: no jax arrays, and one file per parameter."""
+    """Orbax warns of things that are meant here: no jax arrays, and one file per parameter. What it
+    raises it also logs."""
     logger = logging.getLogger(logger_name)
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
@@ -203,7 +220,7 @@ def _without_warnings(logger_name: str) -> Iterator[None]:
 def _write_description(folder: Path, model: Model, params: Sequence[_StreamedParam]) -> None:
     config = {name: value for name, value in model.raw_config.items() if name != QUANTIZATION}
     _write_json(folder / "config.json", config)
-    origin = Path(model.spec).expanduser()
+    origin = Path(os.path.expanduser(model.spec))
     if origin.is_dir():
         for name in COPIED_FILES:
             if (origin / name).is_file():

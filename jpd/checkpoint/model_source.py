@@ -8,6 +8,7 @@ Called by the command line, the launcher and the planner.
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -108,7 +109,7 @@ def open_model(
     sampling settings that its authors recommend. Without `need_weights` only the configuration is
     read: `source` and `tokenizer` are None.
     """
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.suffix == ".toml" and path.is_file():
         model = _from_card(read_card(path), spec, need_weights)
     elif path.is_dir():
@@ -131,7 +132,7 @@ def open_model(
 
 def are_weights_here(spec: str) -> bool:
     """Whether `spec` is a folder or file with weights in it, not a card or only a configuration."""
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return is_orbax_folder(path) or any(path.glob("*.safetensors"))
     return path.is_file() and path.suffix != ".toml"
@@ -261,7 +262,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([Problem(str(path), path.name, str(error), "must be JSON")]) from error
     if not isinstance(values, dict):
         problem = Problem(str(path), path.name, type(values).__name__, "must be a JSON table")

@@ -167,7 +167,7 @@ def _read_marker(folder: Path) -> dict[str, Any]:
     path = folder / MARKER_NAME
     try:
         marker = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         rule = "is needed: it is written by `jpd convert`"
         raise ConfigError([Problem(str(path), MARKER_NAME, str(error), rule)]) from error
     return marker if isinstance(marker, dict) else {}

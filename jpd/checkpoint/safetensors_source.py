@@ -167,7 +167,7 @@ def _read_weight_map(index_path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         valid = all(isinstance(value, str) for value in weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = "must be JSON with a weight_map from tensor name to file name"
         raise ConfigError([Problem(str(index_path), "weight_map", str(error), rule)]) from error
     outside = [name for name in weight_map.values() if not valid or Path(name).name != name]
@@ -229,7 +229,7 @@ def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
         raw = file.read(header_bytes)
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = Problem(str(path), "header", str(error), "must be JSON")
         raise ConfigError([problem]) from error
     if not isinstance(header, dict):

@@ -3,6 +3,7 @@
 Used by every launcher of hosts and by the host itself.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,7 +133,7 @@ def read_token(config: SecurityConfig, file: str) -> str | None:
 
 def _read(file: str, key: str, path: str) -> bytes:
     try:
-        return Path(path).expanduser().read_bytes()
+        return Path(os.path.expanduser(path)).read_bytes()
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}"
         raise ConfigError([Problem(file, f"security.{key}", path, rule)]) from error

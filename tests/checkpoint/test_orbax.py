@@ -203,7 +203,7 @@ def test_a_failure_while_writing_leaves_nothing_behind(
         raise OSError("disk full")
 
     monkeypatch.setattr(convert_module, "_write_description", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match="disk full"):
         convert(str(golden_llama3), tmp_path / "out")
     assert leftovers(tmp_path) == []
 
