@@ -16,7 +16,7 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "answer_o
 
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 1024
-MAX_SCHEMA_DEPTH = 120
+MAX_SCHEMA_DEPTH = 100
 """The compiler reads 128 levels, some of which are those around the arguments of a call."""
 
 
@@ -37,7 +37,7 @@ def json_object_grammar(field: str) -> Grammar:
     return Grammar("json_object", field=field)
 
 
-def json_schema_grammar(field: str, schema: object) -> Grammar:
+def json_schema_grammar(field: str, schema: object, max_depth: int = MAX_SCHEMA_DEPTH) -> Grammar:
     """`schema` is an object, or its JSON as text. Raises RequestError naming `field`."""
     if isinstance(schema, str):
         shown = schema
@@ -47,8 +47,8 @@ def json_schema_grammar(field: str, schema: object) -> Grammar:
             raise RequestError(field, shown, f"must be a JSON schema: {error}") from None
     if not isinstance(schema, Mapping):
         raise RequestError(field, schema, "must be a JSON schema: an object")
-    if is_deeper(schema, MAX_SCHEMA_DEPTH):
-        rule = f"must be a JSON schema of at most {MAX_SCHEMA_DEPTH} levels of objects and lists"
+    if is_deeper(schema, max_depth):
+        rule = f"must be a JSON schema of at most {max_depth} levels of objects and lists"
         raise RequestError(field, "...", rule)
     try:
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -59,18 +59,16 @@ def json_schema_grammar(field: str, schema: object) -> Grammar:
 
 def is_deeper(value: object, num_levels: int) -> bool:
     """Whether there are more levels of objects and lists. Level by level: no stack to overflow."""
-    level = [value]
-    for _ in range(num_levels + 1):
-        level = [inner for outer in level for inner in _inner(outer)]
-        if not level:
-            return False
-    return True
+    level = _containers([value])
+    for _ in range(num_levels):
+        level = [inner for outer in level for inner in _containers(outer)]
+    return bool(level)
 
 
-def _inner(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
+def _containers(value: Iterable[object]) -> list[Iterable[object]]:
+    """Objects and lists right inside an object or a list."""
+    inner = value.values() if isinstance(value, Mapping) else value
+    return [item for item in inner if isinstance(item, Mapping | list | tuple)]
 
 
 def regex_grammar(field: str, pattern: object) -> Grammar:

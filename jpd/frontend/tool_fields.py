@@ -13,10 +13,18 @@ from jpd.errors import RequestError
 from jpd.frontend.prompts import ServedModel
 from jpd.frontend.tool_calls import ToolUse
 from jpd.frontend.tool_formats import FORMATS, GUIDED_LIST, ToolFormat
-from jpd.grammar import CallMarks, Grammar, answer_or_calls_grammar, json_schema_grammar
+from jpd.grammar import (
+    MAX_SCHEMA_DEPTH,
+    CallMarks,
+    Grammar,
+    answer_or_calls_grammar,
+    json_schema_grammar,
+)
 from jpd.request import SamplingParams
 
 MAX_TOOLS = 128
+LIST_DEPTH = 6
+"""Levels around the parameters of a function in a list of calls."""
 TOOL_NAME = "[A-Za-z0-9_.-]{1,64}"
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 
@@ -54,7 +62,8 @@ def read_tool_request(
             raise RequestError("tools", f"{len(offered)} functions", rule)
         return ToolRequest(offered, ToolUse(names, native, is_single=is_single))
     if kind == "required":
-        grammar = json_schema_grammar("tools", _list_schema(tuple(by_name.values()), is_single))
+        schema = _list_schema(tuple(by_name.values()), is_single)
+        grammar = json_schema_grammar("tools", schema, MAX_SCHEMA_DEPTH + LIST_DEPTH)
         form = _with_ids_of(GUIDED_LIST, native)
         return ToolRequest(offered, ToolUse(names, form, is_single=is_single), grammar)
     position = list(by_name).index(name)

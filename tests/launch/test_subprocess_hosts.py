@@ -151,6 +151,53 @@ def test_c04_c10_a_killed_host_is_noticed_replayed_and_comes_back(
         assert answer.timeline is not None and answer.timeline.decode_worker == worker
 
 
+def test_a_host_that_stands_still_is_silent_and_goes_on(
+    server: Server, expected: dict[str, np.ndarray]
+) -> None:
+    """Its connections stay open: only that it says nothing shows it."""
+    prompt, greedy = expected["prompts"][0].tolist(), expected["greedy"][0].tolist()
+    streams = [
+        server.stream(prompt, max_tokens=len(greedy), temperature=0.0, ignore_eos=True)
+        for _ in range(4)
+    ]
+    tokens = [list(next(stream).token_ids) for stream in streams]
+    stopped = process_of(server, "b").pid
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        eventually(lambda: states(server)["two-0"] == "down", 20)
+        for heard, stream in zip(tokens, streams, strict=True):
+            heard += [token for delta in stream for token in delta.token_ids]
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert tokens == [greedy] * 4
+    eventually(lambda: states(server)["two-0"] == "up", START_SECONDS)
+    server.check_integrity()
+    assert server.health().status == "ok"
+
+
+def test_a_host_that_is_killed_again_while_it_starts_comes_back(
+    server: Server, expected: dict[str, np.ndarray]
+) -> None:
+    prompt, greedy = expected["prompts"][1].tolist(), expected["greedy"][1].tolist()
+    killed = process_of(server, "b").pid
+    for _ in range(2):
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda last=killed: process_of(server, "b").pid != last, 20)
+        killed = process_of(server, "b").pid
+    assert states(server)["two-0"] == "down"
+    eventually(lambda: states(server)["two-0"] == "up", START_SECONDS)
+    (answer,) = server.generate(
+        [prompt],
+        max_tokens=len(greedy),
+        temperature=0.0,
+        ignore_eos=True,
+        prefill_worker="two-0",
+        decode_worker="two-0",
+    )
+    assert list(answer.token_ids) == greedy
+    server.check_integrity()
+
+
 def test_workers_come_change_and_go_while_streams_elsewhere_never_notice(
     server: Server, mesh: Path, expected: dict[str, np.ndarray]
 ) -> None:
