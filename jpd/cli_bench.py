@@ -53,7 +53,7 @@ Benchmark = Callable[[argparse.Namespace], Sequence[Result]]
 
 
 def _router(options: argparse.Namespace) -> Sequence[Result]:
-    return router.run(trace=options.trace, is_quick=options.quick)
+    return router.run(router.QUICK if options.quick else router.FULL, options.trace)
 
 
 def _frontend(options: argparse.Namespace) -> Sequence[Result]:

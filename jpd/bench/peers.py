@@ -184,6 +184,8 @@ def side_by_side(
             name = f"{point.name}: {peer.name}"
             if isinstance(seconds, DeadPeerError):
                 results.append(Result(f"{name}: ended by itself, status", seconds.status or 0, ""))
+            elif limit == 0.0:
+                results.append(Result(f"{name}: not begun in", effort.run_seconds, "s"))
             elif seconds is None:
                 results.append(Result(f"{name}: not ended in", limit, "s"))
             else:

@@ -194,8 +194,9 @@ def peer_table(documents: Documents) -> str:
 
 def _tokens_per_second(document: Document, name: str) -> str:
     """Or why there is no such number."""
-    if document.find(re.escape(late := f"{name}: not ended in")):
-        return f"not in {document.value(late)} s"
+    for late in (f"{name}: not ended in", f"{name}: not begun in"):
+        if document.find(re.escape(late)):
+            return f"not in {document.value(late)} s"
     is_dead = document.find(re.escape(f"{name}: ended by itself, status"))
     return "ended by itself" if is_dead else document.value(name)
 

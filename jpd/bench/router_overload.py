@@ -26,7 +26,6 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (200, 4000), (20, 120)
 TIMEOUT_SECONDS = 60.0
 OVERLOAD, UNDERLOAD = 3.0, 0.5
 RECOVERY_SECONDS = 10.0
-CALM_SECONDS = 200.0
 MAX_GOODPUT_LOSS = 0.1
 MAX_REFUSAL_SECONDS = 2.5
 """A request that waited in vain may have waited as long as its first token was worth."""
@@ -107,7 +106,7 @@ class Overloaded:
     recovered_ttft_seconds: float  # p99 at little load, some seconds after the overload
 
 
-def measure(overload_seconds: float, calm_seconds: float = CALM_SECONDS) -> Overloaded:
+def measure(overload_seconds: float, calm_seconds: float) -> Overloaded:
     """Runs in virtual time: an hour takes minutes."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(_measure(overload_seconds, calm_seconds))
@@ -164,8 +163,8 @@ def _p99(ordered: list[float]) -> float:
     return ordered[len(ordered) * 99 // 100] if ordered else 0.0
 
 
-def results(overload_seconds: float) -> list[Result]:
-    done = measure(overload_seconds)
+def results(overload_seconds: float, calm_seconds: float) -> list[Result]:
+    done = measure(overload_seconds, calm_seconds)
     what = f"{OVERLOAD:g} x capacity for {overload_seconds / 60:g} min"
     return [
         Result("most requests in time, any load", done.peak, "1/s"),

@@ -76,7 +76,8 @@ def test_when_the_run_is_over_every_point_is_told_and_none_is_begun() -> None:
     calls: list[str] = []
     peer = Clockwork("a", 0.5, calls)
     results = peers.side_by_side([peer], peers.BATCHES, peers.QUICK, lambda line: None, 0.0)
-    assert [result.name.endswith("a: not ended in") for result in results] == [True] * 6
+    assert [result.name.endswith("a: not begun in") for result in results] == [True] * 6
+    assert {result.value for result in results} == {peers.QUICK.run_seconds}
     assert not calls
 
 

@@ -117,5 +117,6 @@ def test_b13_overload_keeps_its_goodput_and_is_over_when_it_is_over() -> None:
 @pytest.mark.slow
 def test_the_whole_benchmark_runs(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", *(row(100 * n, 0, 1, n + 2) for n in range(20)))
-    results = router.run(trace=path, is_quick=True)
+    effort = router.Effort((10_000,), 50, 100, overload_seconds=20.0, calm_seconds=20.0)
+    results = router.run(effort, path)
     assert len({found.name for found in results}) == len(results)
