@@ -1,13 +1,17 @@
 """Where a prompt's KV is: sessions, prefixes, pins, and what an answer tells of them."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from jpd.cache.page_hashes import page_hashes
+from jpd.cache.prefix_log import PrefixChanges
 from jpd.errors import RequestError, WorkerError, WorkerLostError
+from jpd.worker.protocol import Attempt, PrefillResult, Reservation, SentBack
 from tests.router.rig import PAGE_SIZE, cancel, counted, fleet, prefills, rig
 from tests.router.virtual_time import virtual
+from tests.support.fake_worker import FakeWorker
 
 
 @virtual
@@ -128,6 +132,31 @@ async def test_b14_a_worker_that_began_anew_is_not_credited_with_what_it_lost() 
 
 
 @virtual
+async def test_b14_it_is_not_credited_while_it_does_not_say_what_it_holds_now() -> None:
+    prompt = tuple(range(64))
+
+    class Reticent(FakeWorker):
+        is_silent = False
+
+        async def prefix_changes(self, incarnation: str, sequence: int) -> PrefixChanges:
+            while self.is_silent:
+                await asyncio.sleep(0.1)
+            return await super().prefix_changes(incarnation, sequence)
+
+    worker = Reticent("p0", "prefill", prefix_cache=True)
+    async with rig(worker, FakeWorker("d0", "decode", prefix_cache=True)) as r:
+        await r.ask(r.request(prompt))
+        await asyncio.sleep(1.0)
+        index, hashes = r.router._parts.fleet.prefixes, page_hashes(prompt, PAGE_SIZE)
+        assert index.match(hashes)["p0"] == 4
+        worker.is_silent = True
+        worker.revive()  # so soon that nobody saw it down
+        await asyncio.sleep(1.0)
+        assert "p0" not in index.match(hashes)
+        worker.is_silent = False
+
+
+@virtual
 async def test_b14_evicted_pages_are_not_credited() -> None:
     prompt = tuple(range(64))
     async with rig(*fleet(2, 1, prefix_cache=True)) as r:
@@ -169,3 +198,25 @@ async def test_the_answer_says_why_these_workers_and_what_became_of_the_sessions
         await asyncio.sleep(1.0)
         assert (await r.ask(r.request((*turn, 7), session_id="s"))).timeline.session_kv == "dropped"
         assert (await r.ask(r.request(turn))).timeline.session_kv == ""
+
+
+@pytest.mark.parametrize(
+    ("sent_back", "step", "outcome"),
+    [
+        (SentBack(64, 512, 0.1), "send_back", "sent"),
+        (SentBack(0, 0, 5.0), "send_back_failed", "computed"),
+    ],
+)
+@virtual
+async def test_the_answer_says_whether_kv_that_was_asked_back_came(
+    sent_back: SentBack, step: str, outcome: str
+) -> None:
+    class Asking(FakeWorker):
+        async def prefill(self, attempt: Attempt, reservation: Reservation) -> PrefillResult:
+            return replace(await super().prefill(attempt, reservation), sent_back=sent_back)
+
+    async with rig(Asking("p0", "prefill"), FakeWorker("d0", "decode")) as r:
+        timeline = (await r.ask(r.request())).timeline
+        assert timeline.path == ["disaggregated", step]
+        assert timeline.sent_back_kv_bytes == sent_back.num_bytes
+        assert r.metrics.value("jpd:kv_sent_back_total", outcome=outcome) == 1

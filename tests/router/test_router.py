@@ -12,7 +12,8 @@ from jpd.errors import (
     RequestError,
     WorkerError,
 )
-from jpd.request import Request
+from jpd.request import Request, TokenLogprobs
+from jpd.worker.protocol import DecodeEvent
 from tests.router.rig import VOCAB_SIZE, counted, rig
 from tests.router.virtual_time import virtual
 from tests.support.fake_worker import FakeWorker, one_each
@@ -100,6 +101,24 @@ async def test_a_slow_reader_holds_no_row() -> None:
         assert (await r.ask(r.request(max_tokens=3))).finish_reason == "length"
         rest = [token for output in [o async for o in slow] for token in output.token_ids]
         assert rest == counted((1, 2, 3), 20)[1:]
+
+
+@virtual
+async def test_e04_a_worker_that_sends_more_than_was_asked_for_is_cut_short() -> None:
+    """Several steps in one call, or drafts that were right, may go beyond the last token."""
+
+    class Eager(FakeWorker):
+        async def decode(self, attempt_id, first_token_id):  # type: ignore[no-untyped-def]
+            yield DecodeEvent(attempt_id, (), kv_complete_time=1000.0)
+            for _ in range(3):
+                logprobs = tuple(TokenLogprobs(-1.0, ()) for _ in range(4))
+                yield DecodeEvent(attempt_id, (5, 6, 7, 8), logprobs=logprobs)
+
+    async with rig(FakeWorker("prefill-0", "prefill"), Eager("decode-0", "decode")) as r:
+        answer = await r.ask(r.request((1, 2, 3), max_tokens=7, logprobs=0))
+        assert answer.token_ids == [4, 5, 6, 7, 8, 5, 6]
+        assert answer.finish_reason == "length" and len(answer.logprobs) == 7
+        assert r.metrics.value("jpd:output_tokens_total") == 7
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 10])
