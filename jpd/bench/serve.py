@@ -50,7 +50,9 @@ async def measure_server(sender: Sender, plan: LoadPlan, say: Say) -> Served:
         outcomes = await run_load(sender, requests, plan.timeout_seconds)
         first.extend(() if first else outcomes)
         share = attainment(outcomes, plan.slo)
-        say(f"{len(requests)} requests at {rate:.3g}/s: {share:.0%} met both targets")
+        failed = [o.error or "without a token" for o in outcomes if not o.is_answered]
+        why = f"; {len(failed)} failed, the first: {failed[0]}" if failed else ""
+        say(f"{len(requests)} requests at {rate:.3g}/s: {share:.0%} met both targets{why}")
         return share
 
     goodput = await search_goodput(probe, plan.rate, plan.max_probes)

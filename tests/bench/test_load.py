@@ -144,3 +144,14 @@ async def test_a_server_that_answers_nothing_is_an_error() -> None:
     plan = LoadPlan(workload, 0.1, Slo(4.0, 0.2), 1, timeout_seconds=0.5)
     with pytest.raises(ConfigError, match="nothing was answered: not answered within 0.5 s"):
         await measure_server(SerialServer(PREFILL, STEP), plan, print)
+
+
+@virtual
+async def test_why_requests_of_a_load_failed_is_said() -> None:
+    workload = WorkloadSpec("poisson", 4, 100, 100, 10, 4)
+    said: list[str] = []
+    server = SerialServer(PREFILL, STEP, fails_at=2)
+    await measure_server(server, LoadPlan(workload, 0.1, Slo(9.0, 0.2), 1), said.append)
+    assert said == [
+        "4 requests at 0.1/s: 75% met both targets; 1 failed, the first: HTTP 503: no room"
+    ]
