@@ -144,6 +144,34 @@ async def test_a10_a_failed_piece_fails_its_attempt_promptly_on_both_sides() -> 
         await running.assert_at_rest(seconds=2)
 
 
+@pytest.mark.parametrize("is_asked_late", [False, True])
+async def test_c16_a_last_piece_after_one_that_failed_makes_no_success_of_it(
+    is_asked_late: bool,
+) -> None:
+    wrapper = broken(
+        Fault("raise", piece_index=1, attempt_id="half"),
+        Fault("delay", piece_index=2, attempt_id="half", delay_seconds=0.2),
+    )
+    async with fleet(transfer_wrapper=wrapper, transfer_timeout_seconds=60) as running:
+        half, again = attempt_of(range(20), attempt_id="half"), attempt_of(range(20))
+        token = await prefilled(running, half)
+        decode = running["decode-0"]
+        if is_asked_late:
+            await wait_for(lambda: decode.status.num_late_pieces == 1)
+        with pytest.raises(TransferError):
+            async for event in decode.client.decode("half", token):
+                pytest.fail(f"the failed attempt goes on: {event}")
+        await wait_for(lambda: decode.status.num_late_pieces == 1)
+        assert decode.status.num_slots_used == 0, "it was not taken up again"
+        reservation = await decode.client.reserve(again)
+        assert reservation is not None
+        assert reservation.num_cached_tokens == 0, "half a prompt is no prefix"
+        for member in running.members.values():
+            for attempt in (half, again):
+                await member.client.cancel(attempt.attempt_id)
+        await running.assert_at_rest(seconds=2)
+
+
 async def test_a10_a_piece_that_cannot_be_offered_fails_the_prefill_not_the_worker() -> None:
     class Refusing(FaultyTransfer):
         def offer(self, piece: KVPiece) -> None:
