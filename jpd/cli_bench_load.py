@@ -32,6 +32,8 @@ from jpd.launch.pinning import pin_process
 START_SECONDS = 900.0
 DEFAULT_LEN, DEFAULT_VOCAB = 2048, 30_000
 """Of a server that does not say."""
+TEXT_ROOM = 16
+"""Tokens of a context that texts leave free: a server marks their start, and may split a word."""
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,10 +121,11 @@ async def _measure_url(options: argparse.Namespace, url: str) -> tuple[LoadPlan,
 
 def make_plan(options: argparse.Namespace, served: ServedModel) -> LoadPlan:
     """What the options and the server say together. Raises ConfigError with every problem."""
+    room = TEXT_ROOM if options.plain else 0
     workload = WorkloadSpec(
         options.workload,
         options.num_requests or (8 if options.quick else 48),
-        options.max_len or served.max_len or DEFAULT_LEN,
+        options.max_len or (served.max_len or DEFAULT_LEN) - room,
         options.vocab_size or DEFAULT_VOCAB,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,

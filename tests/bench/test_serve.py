@@ -1,5 +1,6 @@
 """`jpd bench serve` over real HTTP, against a server whose workers have no devices."""
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,14 @@ import pytest
 from jpd.api import Server
 from jpd.bench.goodput import Goodput, Probe
 from jpd.bench.latency import Outcome, Slo, latency_results
-from jpd.bench.load_client import HttpSender, read_event
+from jpd.bench.load_client import HttpSender, ServedModel, read_event
 from jpd.bench.load_plot import draw_served
 from jpd.bench.open_loop import Part, SendError
 from jpd.bench.report import write_report
 from jpd.bench.workloads import PlannedRequest
 from jpd.cli import main
+from jpd.cli_bench import add_arguments
+from jpd.cli_bench_load import make_plan
 from jpd.errors import ConfigError
 from tests.frontend.fake_router import VOCAB_SIZE
 from tests.support.fake_server import FakeFleet, make_tiny_model, write_deployment
@@ -82,6 +85,18 @@ def test_events_of_other_servers() -> None:
     for bad in ('{"error": {"message": "no"}}', "not json", "[1]"):
         with pytest.raises(SendError):
             read_event(bad)
+
+
+@pytest.mark.parametrize(
+    ("extra", "most"),
+    [([], 512), (["--plain"], 496), (["--plain", "--max-len", "300"], 300)],
+)
+def test_texts_leave_room_for_what_a_server_adds(extra: list[str], most: int) -> None:
+    """A trace fills the context; a mark at the start of its longest text would be one too many."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(["serve", *LOAD, *extra])
+    assert make_plan(options, ServedModel("m", 512)).workload.max_len == most
 
 
 def test_a_plain_body_has_openai_fields_only() -> None:
