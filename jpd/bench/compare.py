@@ -61,7 +61,7 @@ class Shape:
 LONG_PROMPTS = Shape("long prompts, short answers", 0.6, 0.03)
 LONG_ANSWERS = "short prompts, long answers"
 SHAPES = (LONG_PROMPTS, Shape(LONG_ANSWERS, 0.05, 0.2))
-SHORT_SHAPES = (LONG_PROMPTS, Shape(LONG_ANSWERS, 0.05, 0.125))
+SHORT_SHAPES = (LONG_PROMPTS, Shape(LONG_ANSWERS, 0.05, 0.09))
 """In less time."""
 MIXED = "both at once"
 """Requests of both shapes by turns: answers run while long prompts come."""
