@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,21 @@ async def test_g07_tokenising_a_long_text_stops_nobody_else() -> None:
     assert answer.text == "hi" and not late.done()
     may_go_on.set()
     assert (await late)[0].text == "long"
+
+
+async def test_g07_a_chat_template_that_takes_long_stops_nobody_else() -> None:
+    threads = []
+
+    class Watched(HuggingFaceTokenizer):
+        def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
+            threads.append(threading.current_thread())
+            return super().apply_chat_template(*args, **kwargs)
+
+    tokenizer = make_tokenizer()
+    tokenizer.__class__ = Watched
+    served = service(FakeRouter(), make_model(tokenizer))
+    await served.chat_prompt([{"role": "user", "content": "hi"}])
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
 
 
 async def test_token_ids_are_taken_as_they_are() -> None:
