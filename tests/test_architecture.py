@@ -73,6 +73,15 @@ FORBIDDEN_FILES = re.compile(r"\w*_(new|v2|old)|\w*(helpers?|utils?|common|misc)
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
+DATES = {
+    "jpd.bench.results",
+    "jpd.chat_template",
+    "jpd.frontend.answers",
+    "jpd.frontend.openai_http",
+    "jpd.frontend.spans",
+    "jpd.parallel.platform",
+}
+"""What tells the date of an answer, a report, a span or a prompt, or compares the ages of files."""
 GENERATED = re.compile(r"_pb2(_grpc)?$")
 
 
@@ -224,6 +233,13 @@ def test_only_the_command_line_prints() -> None:
         calls = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
         names = {f.id for f in calls if isinstance(f, ast.Name)}
         assert "print" not in names, f"{module} prints: use logging"
+
+
+def test_only_dates_and_ages_of_files_are_of_the_clock_that_can_jump() -> None:
+    """Deadlines, leases and timers that followed it would end, or never, when it is set."""
+    jumping = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.(now|utcnow|today)\(|\blocaltime\(")
+    found = {name for name, path in FILES.items() if jumping.search(path.read_text())}
+    assert found == DATES
 
 
 def test_no_dead_text() -> None:
