@@ -90,6 +90,9 @@ class Fleet:
     def entries(self) -> Sequence[WorkerEntry]:
         return tuple(self._entries.values())
 
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._entries
+
     def client(self, worker: str) -> WorkerClient:
         return self._entries[worker].client
 

@@ -37,11 +37,13 @@ class Releases:
             await asyncio.wait(tuple(self._tasks))
 
     async def _cancel(self, worker: str, attempt_id: str) -> None:
+        if worker not in self._fleet:
+            return  # it left in the meantime, with all that it held
+        client, watch = self._fleet.client(worker), self._fleet.watch(worker)
         try:
             async with asyncio.timeout(CANCEL_SECONDS):
-                await self._fleet.client(worker).cancel(attempt_id)
+                await client.cancel(attempt_id)
         except Exception as error:
             # A lost worker has freed everything; from one that is up this deserves a look.
-            is_down = self._fleet.watch(worker).is_down
-            level = logging.DEBUG if is_down else logging.WARNING
+            level = logging.DEBUG if watch.is_down else logging.WARNING
             _log.log(level, "cancel of %s on worker %s: %r", attempt_id, worker, error)
