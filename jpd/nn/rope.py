@@ -67,7 +67,11 @@ def _yarn(plain: Frequencies, rope: RopeConfig, dim: int) -> Frequencies:
 def rope_tables(
     rope: RopeConfig, head_dim: int, positions: jax.Array, lengths: jax.Array
 ) -> RopeTables | None:
-    """cos and sin for int32 positions [B, T]; `lengths` [B] choose longrope's factors."""
+    """cos and sin for int32 positions [B, T]; `lengths` [B] choose longrope's factors.
+
+    One array behind a barrier: XLA's CPU compiler computes cos and sin anew for every head of every
+    layer otherwise, and for two arrays in spite of it (JAX 0.10).
+    """
     if rope.kind == "none":
         return None
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
@@ -76,7 +80,9 @@ def rope_tables(
         long = jnp.asarray(inverse_frequencies(rope, head_dim, long=True))
         frequencies = jnp.where(is_long, long, frequencies)
     angles = positions.astype(jnp.float32)[..., None] * frequencies
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    tables = jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * rope.attention_factor
+    cos, sin = jax.lax.optimization_barrier(tables)
+    return cos, sin
 
 
 def apply_rope(x: jax.Array, tables: RopeTables | None, rope: RopeConfig) -> jax.Array:
