@@ -64,14 +64,23 @@ def finish_chunk(
 def _last_logits(
     decoder: Decoder, hidden: jax.Array, num_valid: jax.Array, is_last: jax.Array
 ) -> jax.Array:
-    def last_logits() -> jax.Array:
-        places = jnp.maximum(num_valid - 1, 0)[:, None, None]
-        return decoder.logits(jnp.take_along_axis(hidden, places, axis=1)[:, 0])
-
+    """One prompt ends in a chunk as a rule, and its row alone is multiplied then."""
     shape = (hidden.shape[0], decoder.config.vocab_size)
-    logits: jax.Array = jax.lax.cond(
-        jnp.any(is_last), last_logits, lambda: jnp.zeros(shape, jnp.float32)
-    )
+    places = jnp.maximum(num_valid - 1, 0)[:, None, None]
+    ends = jnp.take_along_axis(hidden, places, axis=1)[:, 0]
+
+    def of_nobody() -> jax.Array:
+        return jnp.zeros(shape, jnp.float32)
+
+    def of_one() -> jax.Array:
+        row = jnp.argmax(is_last)
+        logits = decoder.logits(jax.lax.dynamic_slice_in_dim(ends, row, 1))
+        return jax.lax.dynamic_update_slice_in_dim(of_nobody(), logits, row, 0)
+
+    def of_all() -> jax.Array:
+        return decoder.logits(ends)
+
+    logits: jax.Array = jax.lax.switch(jnp.sum(is_last), (of_nobody, of_one, of_all))
     return logits
 
 
