@@ -97,7 +97,10 @@ def test_activity_needs_the_key_and_tells_what_is_new(
         for line in reply.iter_lines():
             if not line:
                 continue
-            bodies.append(json.loads(line.removeprefix("data: ")))
+            body = json.loads(line.removeprefix("data: "))
+            if not body["ended"]:
+                continue  # a look between two ends
+            bodies.append(body)
             fleet.log.append(ended(999 + len(bodies)))
             fleet.is_draining = len(bodies) == 2  # the stream ends with the next look
     first, second, third = bodies
