@@ -48,9 +48,12 @@ def amount(text: str) -> float:
 
 
 def check_writable(path: Path, command: str, argument: str) -> None:
-    """Learn now that the file cannot be written. Raises ConfigError."""
+    """Learn now that the file cannot be written; leaves none behind. Raises ConfigError."""
+    is_new = not path.exists()
     try:
         path.open("a").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
         raise ConfigError([Problem(command, argument, str(path), rule)]) from error

@@ -9,6 +9,7 @@ import pytest
 
 from jpd.checkpoint.convert import convert
 from jpd.cli import main
+from jpd.cli_arguments import check_writable
 
 DEEP = "[" * 100_000
 PAIR = ["--model", "{golden}", "--mesh", "1p1d-cpu"]
@@ -105,3 +106,12 @@ def test_others_may_read_what_was_converted(golden_llama3: Path, tmp_path: Path)
     (tmp_path / "like").mkdir()
     made = convert(str(golden_llama3), tmp_path / "out").folder
     assert made.stat().st_mode == (tmp_path / "like").stat().st_mode
+
+
+def test_looking_whether_a_file_can_be_written_makes_and_changes_none(tmp_path: Path) -> None:
+    there = tmp_path / "there.json"
+    there.write_text("{}")
+    for path in (there, tmp_path / "new.json"):
+        check_writable(path, "jpd bench", "--json")
+    assert [path.name for path in tmp_path.iterdir()] == ["there.json"]
+    assert there.read_text() == "{}"
