@@ -1,6 +1,6 @@
 """Another process that takes KV in: the other end of the transfer benchmark between processes.
 
-`PeerProcess` starts it and moves pools into it; `python -m jpd.bench.kv_peer` is the process.
+`KVPeer` starts it and moves pools into it; `python -m jpd.bench.kv_peer` is the process.
 """
 
 import os
@@ -26,7 +26,7 @@ WORKER, DEVICE = "target", 4
 NUM_DEVICES = 8
 
 
-class PeerProcess:
+class KVPeer:
     """The other process and the way to it."""
 
     def __init__(self, transport: str) -> None:
@@ -42,7 +42,7 @@ class PeerProcess:
         target = Pool(DEVICE, 1)
         self._wire = target.wire_to(target)
 
-    def __enter__(self) -> "PeerProcess":
+    def __enter__(self) -> "KVPeer":
         return self
 
     def __exit__(

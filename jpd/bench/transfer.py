@@ -18,7 +18,7 @@ import numpy as np
 from jpd.bench.engine_rig import LoadedModel
 from jpd.bench.kv_links import exposed_results, link_results
 from jpd.bench.kv_overlap import PROMPTS, QUICK_PROMPTS, overlap_results
-from jpd.bench.kv_peer import PeerProcess
+from jpd.bench.kv_peer import KVPeer
 from jpd.bench.kv_pools import Pool
 from jpd.bench.results import Result
 from jpd.bench.wire_error import wire_error_results
@@ -153,6 +153,6 @@ def process_results(num_runs: int) -> list[Result]:
 
 def _measure_process(transport: str, num_runs: int) -> float:
     source = Pool(0, 1)
-    with PeerProcess(transport) as peer:
+    with KVPeer(transport) as peer:
         seconds: Sequence[float] = [_timed(lambda: peer.move(source)) for _ in range(num_runs + 1)]
     return source.num_bytes / statistics.median(seconds[1:])  # the first one compiles
